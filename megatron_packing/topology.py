@@ -1,0 +1,55 @@
+"""Which rank is who? Answered from integers alone, so that any rank of any cluster can be simulated.
+
+Nothing here asks torch or Megatron what the current process is: detection lives in `mcore`.
+"""
+
+from dataclasses import dataclass
+
+from megatron_packing.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Sizes of the parallel groups that matter to packing.
+
+    Every size counts ranks and is at least 1.
+    """
+
+    dp: int = 1
+    """Data-parallel replicas, context parallelism not included."""
+    cp: int = 1
+    """Context-parallel ranks that share one sample."""
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int = 1
+    """Virtual pipeline stages (model chunks) on each rank; 1 means no interleaving."""
+    ep: int = 1
+    """Expert-parallel ranks."""
+    sequence_parallel: bool = False
+    """Whether activations are split along the sequence over the TP ranks."""
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "cp", "tp", "pp", "vpp", "ep"):
+            size = getattr(self, name)
+            if type(size) is not int or size < 1:
+                raise ConfigError(f"Topology.{name} is {size!r}; it counts ranks and must be an integer of at least 1.")
+
+    @property
+    def alignment(self) -> int:
+        """Tokens that every padded length is a multiple of.
+
+        Context parallelism cuts a sample in 2*CP chunks (zigzag); sequence parallelism cuts each
+        rank's share in TP parts.
+        """
+        return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the whole job."""
+        return self.dp * self.cp * self.tp * self.pp
+
+    def pad(self, length: int) -> int:
+        """`length` rounded up to the alignment, in tokens."""
+        return -(-length // self.alignment) * self.alignment
