@@ -1,0 +1,152 @@
+"""Which rank runs which sample, and when? A pure function of lengths and topology, the same on every rank.
+
+`make_plan` takes about 15 ms for 5,000 samples. Nothing here imports torch or Megatron, so a plan can be made and
+looked at anywhere. To add a planner, write a function from `Problem` to packs and name it in `SCHEDULERS`.
+"""
+
+from dataclasses import replace
+from math import gcd
+from time import perf_counter
+
+from megatron_packing.errors import CapacityError, ConfigError
+from megatron_packing.schedule.cost import CostModel
+from megatron_packing.schedule.dp_balanced import dp_balanced
+from megatron_packing.schedule.first_fit import first_fit
+from megatron_packing.schedule.metrics import Metrics, mean_metrics
+from megatron_packing.schedule.plan import (
+    Int64Array,
+    Lengths,
+    Microbatch,
+    Pack,
+    Plan,
+    Planner,
+    Problem,
+    as_lengths,
+    build_plan,
+    check_plan,
+    even_counts,
+)
+from megatron_packing.topology import Topology
+
+__all__ = [
+    "SCHEDULERS",
+    "CostModel",
+    "Metrics",
+    "Microbatch",
+    "Pack",
+    "Plan",
+    "Planner",
+    "Problem",
+    "check_plan",
+    "even_counts",
+    "make_plan",
+    "mean_metrics",
+]
+
+SCHEDULERS: dict[str, Planner] = {
+    "first_fit": first_fit,
+    "dp_balanced": dp_balanced,
+}
+"""Every planner by name."""
+
+# Sequence boundaries are int32 from Megatron-Core down to the attention kernels.
+_BOUNDARY_LIMIT = 2**31
+
+_ONE_RANK = Topology()
+_ATTENTION_ONLY = CostModel(linear=0, quadratic=1)
+
+
+def make_plan(
+    lengths: Lengths,
+    scheduler: str = "first_fit",
+    topology: Topology = _ONE_RANK,
+    max_tokens_per_rank: int = 4096,
+    max_seqs: int | None = None,
+    microbatch_multiple: int = 1,
+    cost: CostModel = _ATTENTION_ONLY,
+) -> Plan:
+    """The checked plan of one optimizer step; equal arguments give equal plans on every rank and machine.
+
+    Args:
+        lengths: tokens of each sample, shape [N], in gather order. None at all gives a plan of dummies.
+        scheduler: a name in `SCHEDULERS`.
+        topology: gives the DP ranks to plan for and the alignment to pad to.
+        max_tokens_per_rank: padded tokens that one rank may hold of a pack; a pack's capacity is CP times that.
+        max_seqs: samples that a pack may hold; None means any number.
+        microbatch_multiple: what the number of microbatches must be a multiple of.
+        cost: what counts as work, for planners that balance and for the plan's metrics.
+
+    Raises:
+        ConfigError: an unknown scheduler, a size below 1, or a capacity that is no multiple of the alignment.
+        CapacityError: a sample that fits in no pack, or a pack that could outgrow int32 boundaries.
+        PackingError: lengths that are not integers of at least 1, or a planner that made a wrong plan.
+    """
+    started = perf_counter()
+    if scheduler not in SCHEDULERS:
+        raise ConfigError(f"scheduler is {scheduler!r}; it must be one of: {', '.join(sorted(SCHEDULERS))}.")
+    _check_sizes(max_tokens_per_rank=max_tokens_per_rank, microbatch_multiple=microbatch_multiple)
+    if max_seqs is not None:
+        _check_sizes(max_seqs=max_seqs)
+    _check_alignment(topology, max_tokens_per_rank)
+    lengths = as_lengths(lengths)
+    _check_fit(lengths, topology, max_tokens_per_rank)
+    padded = -(-lengths // topology.alignment) * topology.alignment
+    padded.setflags(write=False)
+    problem = Problem(
+        lengths=lengths,
+        padded=padded,
+        topology=topology,
+        capacity=max_tokens_per_rank * topology.cp,
+        max_seqs=max_seqs,
+        microbatch_multiple=microbatch_multiple,
+        cost=cost,
+    )
+    plan = build_plan(SCHEDULERS[scheduler](problem), problem, scheduler)
+    check_plan(plan, lengths, max_seqs, microbatch_multiple)
+    return replace(plan, plan_ms=(perf_counter() - started) * 1e3)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1.")
+
+
+def _check_alignment(topology: Topology, max_tokens_per_rank: int) -> None:
+    """The capacity is one that padded samples can fill, so that whatever fits unpadded also fits padded."""
+    capacity, alignment = max_tokens_per_rank * topology.cp, topology.alignment
+    if capacity % alignment == 0:
+        return
+    unit = alignment // gcd(alignment, topology.cp)  # the tokens per rank whose multiples give valid capacities
+    below = max_tokens_per_rank // unit * unit
+    nearest = " or ".join(f"{rank:,} (capacity {rank * topology.cp:,})" for rank in (below, below + unit) if rank)
+    raise ConfigError(
+        f"max_tokens_per_rank is {max_tokens_per_rank:,}, so a pack holds {capacity:,} = {max_tokens_per_rank:,} per "
+        f"rank x CP {topology.cp}; that must be a multiple of the alignment {alignment:,} (CP {topology.cp}, "
+        f"TP {topology.tp}{' with sequence parallelism' if topology.sequence_parallel else ''}). "
+        f"Set --max-seqlen-per-dp-cp-rank {nearest}."
+    )
+
+
+def _check_fit(lengths: Int64Array, topology: Topology, max_tokens_per_rank: int) -> None:
+    """Every sample fits in a pack, and no pack can outgrow the boundaries. Nothing in here can wrap around."""
+    capacity = max_tokens_per_rank * topology.cp
+    # The capacity is a multiple of the alignment, so a length above it is a padded length above it and the reverse.
+    too_long = (lengths > capacity).nonzero()[0]
+    if too_long.size:
+        first = int(too_long[0])
+        tokens = int(lengths[first])
+        raise CapacityError(
+            f"Sample {first} has {tokens:,} tokens ({topology.pad(tokens):,} padded); a pack holds {capacity:,} = "
+            f"{max_tokens_per_rank:,} per rank x CP {topology.cp} ({too_long.size:,} of {lengths.size:,} samples are "
+            f"too long). Raise --max-seqlen-per-dp-cp-rank or set --packing-overlong truncate."
+        )
+    if capacity < _BOUNDARY_LIMIT:
+        return
+    total = sum(map(topology.pad, lengths.tolist()))  # Python integers: this sum may not fit in 64 bits
+    if total >= _BOUNDARY_LIMIT:
+        raise CapacityError(
+            f"A pack could hold {min(total, capacity):,} padded tokens; its boundaries are int32 and end at "
+            f"{_BOUNDARY_LIMIT - 1:,}. Lower --max-seqlen-per-dp-cp-rank (now {max_tokens_per_rank:,}, times CP "
+            f"{topology.cp})."
+        )
