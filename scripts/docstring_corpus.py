@@ -15,7 +15,6 @@ directly. The same interpreter and options give the same bytes.
 
 import argparse
 import ast
-import contextlib
 import hashlib
 import importlib
 import inspect
@@ -124,6 +123,8 @@ class CorpusStats:
     """Docstrings dropped because an earlier name has the same text, upper case and white space aside."""
     unusable: int
     """Docstrings dropped because they cannot be written as UTF-8 or spell out a special token."""
+    unparsed: int
+    """Sources left out because this Python cannot parse them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,7 +387,7 @@ def build_corpus(
     progress = progress or Progress(disable=True)
     # Gone before anything changes: a build that is interrupted must not be taken for a whole one.
     _manifest(out_dir).unlink(missing_ok=True)
-    documented = _collect(progress)
+    documented, num_unparsed = _collect(progress)
     usable = [entry for entry in documented if is_usable(entry)]
     entries = drop_duplicates(usable)
     num_unique = len(entries)
@@ -405,6 +406,7 @@ def build_corpus(
         vocab_size=tokenizer.get_vocab_size(),
         duplicates=len(usable) - num_unique,
         unusable=len(documented) - len(usable),
+        unparsed=num_unparsed,
     )
     manifest = {"recipe": recipe, "stats": asdict(stats), "sha256": _digests(out_dir)}
     _write(_manifest(out_dir), json.dumps(manifest, indent=2) + "\n")
@@ -423,17 +425,23 @@ def _check_options(vocab_size: int, limit: int | None) -> None:
         )
 
 
-def _collect(progress: Progress) -> list[Entry]:
+def _collect(progress: Progress) -> tuple[list[Entry], int]:
+    """Give all that is documented, and the number of sources that could not be read for it."""
     sources = stdlib_sources(Path(sysconfig.get_path("stdlib")))
     entries: list[Entry] = []
+    num_unparsed = 0
     for module, path in progress.track(sources, description="Reading sources"):
-        # A library may carry files for another Python on purpose; what does not parse documents nothing.
-        with contextlib.suppress(SyntaxError):
-            entries += entries_of_source(module, path.read_bytes())
-            if module == TOPICS_MODULE:
-                entries += entries_of_topics(path.read_bytes())
+        source = path.read_bytes()
+        try:
+            entries += entries_of_source(module, source)
+        except SyntaxError:
+            # A library may carry files for another Python on purpose.
+            num_unparsed += 1
+            continue
+        if module == TOPICS_MODULE:
+            entries += entries_of_topics(source)
     entries += entries_of_builtins()
-    return entries
+    return entries, num_unparsed
 
 
 def _tokenize(conversations: list[list[dict[str, str]]], vocab_size: int, progress: Progress) -> tuple[Any, list[int]]:
@@ -536,6 +544,7 @@ def print_summary(paths: CorpusPaths, seconds: float, console: Console) -> None:
     table.add_row("vocabulary", f"{stats.vocab_size:,}")
     table.add_row("dropped: same text as another", f"{stats.duplicates:,}")
     table.add_row("dropped: unusable text", f"{stats.unusable:,}")
+    table.add_row("dropped: sources that do not parse", f"{stats.unparsed:,}")
     table.add_row("seconds", f"{seconds:.1f}")
     console.print(table)
     # Plain lines: a path that wraps cannot be copied.
