@@ -125,8 +125,8 @@ class MegatronChat:
                 return is_target
         raise ConfigError(
             f"{path}:{line}: this SFTTokenizer prompt format marks every token as a target, the user's too, and "
-            "its turns cannot be found with the tokenizer's chat template. Choose another --sft-tokenizer-prompt-format, or a "
-            "HuggingFaceTokenizer with a chat template."
+            "its turns cannot be found with the tokenizer's chat template. Choose another "
+            "--sft-tokenizer-prompt-format, or a HuggingFaceTokenizer with a chat template."
         )
 
 
@@ -191,8 +191,8 @@ class TemplateChat:
                 path,
                 line,
                 "the chat template writes earlier turns differently once later ones follow, so what the model sees "
-                f"when asked for turn {turn} is not what stands before it here. Use a template with generation blocks, one "
-                "that keeps its history, or rows with one answer.",
+                f"when asked for turn {turn} is not what stands before it here. Use a template with generation blocks, "
+                "one that keeps its history, or rows with one answer.",
                 reason="template_rewrites_history",
             )
         content = messages[turn]["content"].strip()
@@ -367,8 +367,8 @@ def _keep_turns(is_target: Mask, conversation: Conversation, learned: Sequence[b
         raise SampleError(
             path,
             line,
-            f"{len(spoken)} assistant turns, but {len(runs)} runs of targets: the turn that is not to be learned cannot "
-            "be found. Learn all turns of this row, or use a template with one generation block a turn.",
+            f"{len(spoken)} assistant turns, but {len(runs)} runs of targets: the turn that is not to be learned "
+            "cannot be found. Learn all turns of this row, or use a template with one generation block a turn.",
             reason="template_span_unclear",
         )
     kept = is_target.copy()
