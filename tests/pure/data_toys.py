@@ -1,0 +1,52 @@
+"""Tokenizers for the tests of `data`: ids written out as digits, and a small real one trained on the spot."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+EOS = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toy:
+    """ "11 12" -> [11, 12]. Like Megatron's NullTokenizer it can encode nothing but numbers."""
+
+    eos_id: int = EOS
+    bos_id: int | None = None
+    pad_id: int = EOS  # the vocabulary has no pad token: EOS stands in
+    name: str = "toy"
+    chat: Any = None
+    conversation: Callable[..., Any] | None = None
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Real:
+    """An adapter around a transformers tokenizer, as thin as it can be."""
+
+    chat: Any
+    name: str = "real"
+    conversation: Callable[..., Any] | None = None
+
+    @property
+    def eos_id(self) -> int:
+        return self.chat.eos_token_id
+
+    @property
+    def bos_id(self) -> int | None:
+        return self.chat.bos_token_id
+
+    @property
+    def pad_id(self) -> int:
+        return self.chat.pad_token_id if self.chat.pad_token_id is not None else self.eos_id
+
+    def encode(self, text: str) -> list[int]:
+        return self.chat.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.chat.decode(list(ids))
