@@ -212,7 +212,7 @@ class TemplateChat:
             )
         said = until[start:].rstrip()
         # White space behind an end mark is never asked of the model; where it is the only end mark it stays.
-        end = len(until) if said.endswith(content) else start + len(said)
+        end = len(until) if content and said.endswith(content) else start + len(said)
         return start, end
 
     def _tokenize(self, whole: str, spans: Sequence[tuple[int, int]]) -> tuple[Ids, Mask]:
