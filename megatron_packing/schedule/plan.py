@@ -98,7 +98,7 @@ class Plan:
             self.topology,
             self.capacity,
             self.max_seqs,
-            self.cost,
+            (float(self.cost.linear), float(self.cost.quadratic)),  # 1 and 1.0 are the same cost
             self.lengths_digest,
             [[(pack.padded_tokens, pack.sample_ids) for pack in microbatch.packs] for microbatch in self.microbatches],
         )
