@@ -1,0 +1,57 @@
+"""Did every rank get through? Asked before a collective, so that no rank waits for one that is gone.
+
+Cost: one all-gather of one byte a rank; the texts travel only after a failure.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_packing.errors import PackingError
+
+_TEXT_BYTES = 2048  # of a failure's message; enough for a path and a sentence
+
+
+def raise_if_any_failed(
+    failure: Exception | None, *, group: dist.ProcessGroup | None, device: torch.device | str
+) -> None:
+    """Raise on every rank of `group` when any of them passes a `failure`.
+
+    Args:
+        failure: what went wrong on this rank; None if nothing did.
+        group: the ranks that ask each other; None for a single rank.
+        device: where the group's backend wants its tensors.
+
+    Raises:
+        Exception: `failure` itself on a rank that had one; `PackingError` with its text on the others.
+    """
+    if group is None or group.size() == 1:
+        if failure is not None:
+            raise failure
+        return
+    mine = torch.tensor([failure is not None], dtype=torch.uint8)
+    if bool(all_gather_rows(mine, group=group, device=device).any()):
+        raise_first_failure(failure, group=group, device=device)
+
+
+def raise_first_failure(failure: Exception | None, *, group: dist.ProcessGroup, device: torch.device | str) -> None:
+    """Share the failures' texts, then raise. Called by all ranks once they know that one has failed."""
+    text = str(failure).encode()[:_TEXT_BYTES] if failure is not None else b""
+    mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    texts = all_gather_rows(mine, group=group, device=device)
+    if failure is not None:
+        raise failure
+    for rank, row in enumerate(texts):
+        words = bytes(row.tolist()).rstrip(b"\0")
+        if words:
+            raise PackingError(f"rank {rank} of {group.size()} failed: {words.decode(errors='replace')}")
+    raise PackingError("another rank failed without a message; see its output.")
+
+
+def all_gather_rows(row: Tensor, *, group: dist.ProcessGroup, device: torch.device | str) -> Tensor:
+    """[ranks, n] on the CPU, from one [n] tensor of each rank."""
+    mine = row.to(device)
+    rows = mine.new_empty(group.size() * row.numel())
+    dist.all_gather_into_tensor(rows, mine, group=group)
+    return rows.view(group.size(), -1).cpu()

@@ -1,0 +1,98 @@
+"""What has every rank drawn for this step? Lengths and targets, gathered over the data-parallel ranks.
+
+Every rank leaves with the same global list, rank-major, or every rank raises: a rank that could not
+read its samples still takes part, and says so. Cost: two all-gathers, of a few integers and of two
+integers a sample.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_packing.comm.failures import all_gather_rows, raise_first_failure
+from megatron_packing.errors import PackingError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredLengths:
+    """The samples of one step over all DP ranks. A sample's id is its index in these lists."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each sample, without padding."""
+    targets: tuple[int, ...]
+    """Targets of each sample."""
+    counts: tuple[int, ...]
+    """Samples that each DP rank drew."""
+    counters: tuple[int, ...] = ()
+    """The ranks' counters, summed."""
+
+    def first_id(self, rank: int) -> int:
+        """Id of the first sample that `rank` drew; its others follow."""
+        return sum(self.counts[:rank])
+
+    def owners(self) -> list[int]:
+        """The rank that drew each sample, by id."""
+        return [rank for rank, count in enumerate(self.counts) for _ in range(count)]
+
+
+def gather_lengths(
+    lengths: Sequence[int],
+    targets: Sequence[int],
+    *,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    counters: Sequence[int] = (),
+    failure: Exception | None = None,
+) -> GatheredLengths:
+    """Exchange what each rank drew.
+
+    Args:
+        lengths: tokens of this rank's samples.
+        targets: targets of this rank's samples.
+        group: the data-parallel group; None for a single rank.
+        device: where the group's backend wants its tensors.
+        counters: numbers to be summed over the ranks, as many on each.
+        failure: what kept this rank from drawing its samples.
+
+    Raises:
+        Exception: `failure` itself on the rank that had it; `PackingError` with its text on the others.
+    """
+    if group is None or group.size() == 1:
+        if failure is not None:
+            raise failure
+        return GatheredLengths(
+            lengths=tuple(lengths), targets=tuple(targets), counts=(len(lengths),), counters=tuple(counters)
+        )
+    header = torch.tensor([int(failure is not None), len(lengths), *counters], dtype=torch.int64)
+    headers = all_gather_rows(header, group=group, device=device)
+    if bool(headers[:, 0].any()):
+        raise_first_failure(failure, group=group, device=device)
+    counts = headers[:, 1].tolist()
+    mine = torch.zeros(2, max(counts), dtype=torch.int64)  # a row of SFTDataset holds any number of samples
+    mine[:, : len(lengths)] = torch.tensor([list(lengths), list(targets)], dtype=torch.int64).view(2, -1)
+    rows = all_gather_rows(mine.view(-1), group=group, device=device).view(len(counts), 2, -1)
+    all_lengths, all_targets = torch.cat([row[:, :n] for row, n in zip(rows, counts, strict=True)], dim=1).tolist()
+    return GatheredLengths(
+        lengths=tuple(all_lengths),
+        targets=tuple(all_targets),
+        counts=tuple(counts),
+        counters=tuple(headers[:, 2:].sum(dim=0).tolist()),
+    )
+
+
+def check_same(value: int, what: str, *, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+    """Raise on every rank unless all ranks hold the same `value` (a non-negative 63-bit integer).
+
+    Raises:
+        PackingError: the ranks disagree; training on would mix two plans.
+    """
+    if group is None or group.size() == 1:
+        return
+    values = all_gather_rows(torch.tensor([value], dtype=torch.int64), group=group, device=device)[:, 0].tolist()
+    if len(set(values)) > 1:
+        raise PackingError(
+            f"{what} differs between data-parallel ranks: {values}. They must run the same version with the same flags "
+            "and see the same data."
+        )

@@ -1,0 +1,268 @@
+"""What did the user ask of packing, and can it be had? One frozen value, validated in one place.
+
+`PackingConfig` holds our own settings; `check_megatron_flags` holds what of Megatron cannot be
+combined with them. Both work on plain values, so that they can be tested without Megatron.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_packing.errors import ConfigError
+from megatron_packing.topology import Topology
+
+OVERLONG_POLICIES = ("error", "drop", "truncate", "truncate-left", "split")
+BAD_ROW_POLICIES = ("error", "skip")
+ATTENTION_BACKENDS = ("auto", "te", "sdpa", "stock")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingConfig:
+    """The resolved settings of one run. Built from the command line by `mcore.args`."""
+
+    topology: Topology
+    seq_length: int
+    """Longest sample that the model accepts, in tokens."""
+    scheduler: str | None
+    """Name of the planner; None: samples are not packed (the padded reference run)."""
+    max_tokens_per_rank: int
+    """Padded tokens that one DP x CP rank may hold; the capacity of a pack is this times CP."""
+    max_seqs: int | None = None
+    """Most samples in one pack; None: no limit."""
+    dataset: str = "varlen"
+    """varlen, sft, mock, or module:Class of a user's own dataset."""
+    mock_config: str | None = None
+    """Inline JSON or a path: how the mock dataset draws its lengths."""
+    overlong: str = "error"
+    """What happens to a sample longer than seq_length."""
+    bad_rows: str = "error"
+    """What happens to a row that cannot become a sample: `error` stops, `skip` counts and goes on."""
+    attention: Literal["te", "sdpa", "stock"] = "sdpa"
+    """The core attention of the run: Transformer Engine's, ours, or Megatron's own."""
+    chat_format: str = "auto"
+    """How conversations become tokens where the tokenizer has no chat template."""
+    log_interval: int = 1
+    """Steps between two lines of packing figures."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether samples are packed; otherwise each is padded to seq_length."""
+        return self.scheduler is not None
+
+    @property
+    def capacity(self) -> int:
+        """Padded tokens that a pack may hold."""
+        return self.max_tokens_per_rank * self.topology.cp
+
+    def __post_init__(self) -> None:
+        _check_choice("--packing-overlong", self.overlong, OVERLONG_POLICIES)
+        _check_choice("--packing-bad-rows", self.bad_rows, BAD_ROW_POLICIES)
+        _check_positive("--seq-length", self.seq_length)
+        _check_positive("--packing-log-interval", self.log_interval)
+        if self.max_seqs is not None:
+            _check_positive("--thd-max-packed-sequences", self.max_seqs)
+        if self.packed:
+            self._check_scheduler()
+            self._check_capacity()
+            self._check_layout()
+            self._check_attention()
+
+    def _check_scheduler(self) -> None:
+        from megatron_packing.schedule import SCHEDULERS
+
+        assert self.scheduler is not None
+        _check_choice("--sequence-packing-scheduler", self.scheduler, tuple(SCHEDULERS))
+
+    def _check_capacity(self) -> None:
+        _check_positive("--max-seqlen-per-dp-cp-rank", self.max_tokens_per_rank)
+        topology, capacity = self.topology, self.capacity
+        made_of = f"{self.max_tokens_per_rank} per rank x CP {topology.cp}"
+        if capacity % topology.alignment:
+            below = capacity // topology.alignment * topology.alignment // topology.cp
+            raise ConfigError(
+                f"--max-seqlen-per-dp-cp-rank {self.max_tokens_per_rank}: the capacity of {capacity} tokens = {made_of} "
+                f"is no multiple of the alignment, {topology.alignment} tokens (2*CP for CP > 1, times TP with sequence "
+                f"parallelism). Use {below} or {below + topology.alignment // topology.cp or 1}."
+            )
+        longest = topology.pad(self.seq_length)
+        if capacity < longest:
+            raise ConfigError(
+                f"--max-seqlen-per-dp-cp-rank {self.max_tokens_per_rank}: a pack holds {capacity} tokens = {made_of}, but "
+                f"a sample may have {longest} (--seq-length {self.seq_length}, padded to the alignment of "
+                f"{topology.alignment}). Raise it to at least {-(-longest // topology.cp)} or lower --seq-length."
+            )
+        if capacity >= 2**31:
+            raise ConfigError(
+                f"--max-seqlen-per-dp-cp-rank {self.max_tokens_per_rank}: a pack of {capacity} tokens does not fit in "
+                f"int32 boundaries; the limit is {2**31 - 1}. Lower it."
+            )
+
+    def _check_layout(self) -> None:
+        """Refuse every layout whose packed run is not yet proven against Megatron's unpacked run."""
+        topology = self.topology
+        unproven = {
+            "--context-parallel-size": topology.cp,
+            "--tensor-model-parallel-size": topology.tp,
+            "--pipeline-model-parallel-size": topology.pp,
+            "virtual pipeline stages": topology.vpp,
+            "--expert-model-parallel-size": topology.ep,
+        }
+        for name, size in unproven.items():
+            if size > 1:
+                raise ConfigError(
+                    f"{name} {size}: packing is proven only for data parallelism so far; the limit is 1. Set it to 1, "
+                    "or leave packing out."
+                )
+
+    def _check_attention(self) -> None:
+        if self.attention == "stock":
+            raise ConfigError(
+                "--packing-attention stock: Megatron's local DotProductAttention has no notion of boundaries and would "
+                "let samples see each other. Use auto, sdpa or te."
+            )
+
+
+def _check_choice(flag: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{flag} {value}: unknown; choose one of {', '.join(known)}.")
+
+
+def _check_positive(flag: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{flag} {value}: must be at least 1.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Refusal:
+    """One setting of Megatron that packing cannot be combined with."""
+
+    setting: str
+    """The attribute of Megatron's arguments."""
+    refused: Callable[[Any], bool]
+    message: str
+    """Flag, why, and what to do; `{value}` is filled in."""
+
+
+def _is_set(value: Any) -> bool:
+    return bool(value)
+
+
+def _refuse(setting: str, message: str, refused: Callable[[Any], bool] = _is_set) -> _Refusal:
+    return _Refusal(setting=setting, refused=refused, message=message)
+
+
+# What holds for every run on our datasets, packed or padded.
+_ALWAYS = (
+    _refuse("reset_position_ids", "--reset-position-ids: positions already restart in each sample. Drop the flag."),
+    _refuse("reset_attention_mask", "--reset-attention-mask: samples never see each other already. Drop the flag."),
+    _refuse(
+        "eod_mask_loss",
+        "--eod-mask-loss: the end of a sample is supervised so that the model learns to stop; masking it is not "
+        "supported. Drop the flag.",
+    ),
+    _refuse("fim_data", "--fim-data: fill-in-the-middle rewriting is not supported with packing's datasets."),
+    _refuse(
+        "dataloader_type",
+        "--dataloader-type {value}: the samples of a step must come from Megatron's own samplers. Use single or cyclic.",
+        lambda value: value not in (None, "single", "cyclic"),
+    ),
+    _refuse("full_validation", "--full-validation: not proven with packing. Set --eval-iters instead."),
+    _refuse("perform_rl_step", "--perform-rl-step: RL has a packer of its own; packing cannot be combined with it."),
+)
+
+# What holds for packed runs.
+_PACKED = (
+    _refuse(
+        "micro_batch_size",
+        "--micro-batch-size {value}: a packed microbatch is one pack; the limit is 1. Set --micro-batch-size 1 and choose "
+        "the work of a microbatch with --max-seqlen-per-dp-cp-rank.",
+        lambda value: value not in (None, 1),
+    ),
+    _refuse(
+        "eval_micro_batch_size",
+        "--eval-micro-batch-size {value}: a packed microbatch is one pack; the limit is 1. Set it to 1.",
+        lambda value: value not in (None, 1),
+    ),
+    _refuse(
+        "cuda_graph_impl",
+        "--cuda-graph-impl {value}: packs differ in shape from step to step, CUDA graphs need fixed shapes. Set it to "
+        "none.",
+        lambda value: value not in (None, "none"),
+    ),
+    _refuse("enable_cuda_graph", "--enable-cuda-graph: packs differ in shape, CUDA graphs do not. Drop the flag."),
+    _refuse("external_cuda_graph", "--external-cuda-graph: packs differ in shape, CUDA graphs do not. Drop the flag."),
+    _refuse(
+        "overlap_moe_expert_parallel_comm",
+        "--overlap-moe-expert-parallel-comm: its forward step drops the samples' boundaries. Drop the flag.",
+    ),
+    _refuse(
+        "dataloader_inter_document_masking",
+        "--dataloader-inter-document-masking: packing draws the boundaries itself. Drop the flag.",
+    ),
+    _refuse("hybrid_context_parallel", "--hybrid-context-parallel: has a schedule of its own. Drop the flag."),
+    _refuse(
+        "position_embedding_type",
+        "--position-embedding-type {value}: not proven under packing. Use rope, learned_absolute or none.",
+        lambda value: value not in ("rope", "learned_absolute", "none"),
+    ),
+    _refuse("multi_latent_attention", "--multi-latent-attention: not proven under packing yet."),
+    _refuse("experimental_attention_variant", "--experimental-attention-variant {value}: not proven under packing."),
+    _refuse("num_experts", "--num-experts {value}: mixture of experts is not proven under packing yet."),
+    _refuse("mtp_num_layers", "--mtp-num-layers {value}: its shifted labels would cross from sample to sample."),
+    _refuse(
+        "hybrid_layer_pattern", "--hybrid-layer-pattern {value}: recurrent layers would carry state across samples."
+    ),
+    _refuse("heterogeneous_layers_config_path", "--heterogeneous-layers-config-path: not proven under packing."),
+    _refuse("fp8", "--fp8-format {value}: its alignment is not proven under packing yet. Use --bf16."),
+    _refuse("fp4", "--fp4-format {value}: its alignment is not proven under packing yet. Use --bf16."),
+    _refuse("fp16", "--fp16: not proven under packing. Use --bf16."),
+    _refuse("use_torch_fsdp2", "--use-torch-fsdp2: not proven under packing yet."),
+    _refuse("use_megatron_fsdp", "--use-megatron-fsdp: not proven under packing yet."),
+    _refuse(
+        "gtp_weight_remat_size",
+        "--gtp-weight-remat-size {value}: not proven under packing; the limit is 1.",
+        lambda value: value not in (None, 1),
+    ),
+    _refuse("logits_load_dir", "--logits-load-dir: cached logits are laid out for unpacked samples."),
+    _refuse(
+        "yaml_cfg", "--yaml-cfg: give the flags on the command line, or in a file through the launcher's --config."
+    ),
+)
+
+# What our own attention does not compute.
+_OUR_ATTENTION = (
+    _refuse("window_size", "--window-size {value}: our attention has no sliding window. Use Transformer Engine."),
+    _refuse(
+        "softmax_type",
+        "--softmax-type {value}: our attention computes the plain softmax only. Use Transformer Engine.",
+        lambda value: value not in (None, "vanilla"),
+    ),
+    _refuse("qk_clip", "--qk-clip: our attention does not report its largest logit. Use Transformer Engine."),
+    _refuse(
+        "log_max_attention_logit",
+        "--log-max-attention-logit: our attention does not report its largest logit. Use Transformer Engine.",
+    ),
+)
+
+
+def check_megatron_flags(flags: Mapping[str, Any], *, packed: bool, attention: str) -> None:
+    """Refuse settings of Megatron that cannot be combined with packing.
+
+    Args:
+        flags: attribute name -> value, as Megatron parsed them, before its own validation.
+        packed: whether samples are packed (else padded).
+        attention: the resolved core attention, see `PackingConfig.attention`.
+
+    Raises:
+        ConfigError: for the first such setting, with flag, value, reason and remedy.
+    """
+    rules = _ALWAYS + (_PACKED if packed else ()) + (_OUR_ATTENTION if attention == "sdpa" else ())
+    for rule in rules:
+        # A setting that this version of Megatron does not know cannot be wrong.
+        if rule.setting in flags and rule.refused(flags[rule.setting]):
+            raise ConfigError(rule.message.format(value=flags[rule.setting]))
+    if packed and attention == "sdpa" and str(flags.get("attention_backend")) in ("AttnBackend.local", "local"):
+        raise ConfigError(
+            "--attention-backend local: puts Megatron's own attention, which cannot honour boundaries, in the place of "
+            "ours. Drop the flag."
+        )

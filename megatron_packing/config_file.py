@@ -1,0 +1,50 @@
+"""How do flags get into a file? `configs/NAME.yaml` holds them as keys; the command line wins."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_packing.errors import ConfigError
+
+
+def merge_flags(path: Path, argv: Sequence[str]) -> list[str]:
+    """Flags of the file that `argv` does not set, followed by `argv`.
+
+    In the file, `seq-length: 512` stands for `--seq-length 512` (underscores work too), `true` for a
+    switch, a list for a flag with several values; `false` and `null` leave the flag out.
+
+    Raises:
+        ConfigError: the file is missing, is no mapping, or holds a nested value.
+    """
+    given = {word.split("=", 1)[0] for word in argv if word.startswith("--")}
+    flags: list[str] = []
+    for key, value in _load(path).items():
+        flag = "--" + str(key).replace("_", "-")
+        if flag not in given:
+            flags += _as_words(path, flag, value)
+    return [*flags, *argv]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    import yaml
+
+    if not path.is_file():
+        raise ConfigError(f"--config {path}: no such file. Give a YAML file of flags, such as those in configs/.")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: holds {type(content).__name__}; it must map flags to values.")
+    return content
+
+
+def _as_words(path: Path, flag: str, value: Any) -> list[str]:
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [flag]
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(item, dict | list) for item in values):
+        raise ConfigError(f"--config {path}: {flag} holds a nested value; use a plain value or a flat list.")
+    return [flag, *(str(item) for item in values)]

@@ -1,0 +1,103 @@
+"""How does an unmodified Megatron script get packing? Start it through this launcher.
+
+    torchrun --nproc-per-node 8 -m megatron_packing.launch [--device cpu|cuda|auto] [--config FILE] SCRIPT [flags]
+
+The launcher decides the device, reads the config file, installs our hooks into Megatron and runs the
+script as `__main__`, with its own folder first on the path. Flags after SCRIPT are the script's and
+ours together. Works under torchrun, under srun (with torchrun's environment variables), and alone, as
+one process.
+"""
+
+import argparse
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_packing.errors import ConfigError, PackingError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a training script with packing available to it. `argv` is the command line without the program."""
+    options = _parse(sys.argv[1:] if argv is None else argv)
+    try:
+        _run(options)
+    except PackingError as error:
+        # One clear line on every rank instead of a traceback: these are the user's to mend.
+        print(f"[rank {os.environ.get('RANK', '0')}] megatron_packing: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="megatron_packing.launch",
+        description="Run a Megatron training script with sequence packing. Flags of the script and of packing follow "
+        "the script's name; SCRIPT --help lists them all.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one"
+    )
+    parser.add_argument("--config", type=Path, help="YAML file of flags for the script; the command line wins")
+    parser.add_argument("script", type=Path, help="the training script, e.g. Megatron-LM's pretrain_gpt.py")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script and of packing")
+    return parser.parse_args(argv)
+
+
+def _run(options: argparse.Namespace) -> None:
+    if not options.script.is_file():
+        raise ConfigError(f"{options.script}: no such script. Give the path of a Megatron training script.")
+    flags = list(options.flags)
+    if options.config is not None:
+        from megatron_packing.config_file import merge_flags
+
+        flags = merge_flags(options.config, flags)
+    _become_single_process_if_alone()
+    device = _choose_device(options.device)
+    if device == "cpu":
+        flags += _start_cpu_runtime(flags)
+    from megatron_packing.mcore import hooks
+
+    hooks.install()
+    sys.argv = [str(options.script), *flags]
+    sys.path.insert(0, str(options.script.resolve().parent))
+    runpy.run_path(str(options.script), run_name="__main__")
+
+
+def _choose_device(wanted: str) -> str:
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device. Use --device cpu or auto.")
+    return wanted
+
+
+def _start_cpu_runtime(flags: Sequence[str]) -> list[str]:
+    """Stand in for CUDA; returns the flags that the script needs on top of the user's."""
+    from megatron_packing.mcore import cpu_runtime
+
+    cpu_runtime.install()
+    cpu_runtime.patch_megatron()
+    added = cpu_runtime.missing_flags(flags)
+    if added and os.environ["RANK"] == "0":
+        print(f"megatron_packing: on CPU, added: {' '.join(added)}", flush=True)
+    return added
+
+
+def _become_single_process_if_alone() -> None:
+    """Without torchrun, be rank 0 of 1."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(alone)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Which flags are ours, and how do they and Megatron's become a `PackingConfig`?
+
+Upstream's names wherever its dev branch has them, so that moving either way is free; where the
+installed Megatron already defines a flag, ours steps aside.
+"""
+
+import argparse
+import os
+from typing import Any
+
+from megatron_packing.config import ATTENTION_BACKENDS, BAD_ROW_POLICIES, OVERLONG_POLICIES, PackingConfig
+from megatron_packing.config import check_megatron_flags
+from megatron_packing.errors import ConfigError
+from megatron_packing.topology import Topology
+
+DEFAULT_SCHEDULER = "first_fit"
+LOCAL_SPEC = ["megatron_packing.mcore.attention_spec", "local_layer_spec"]
+
+
+def add_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our flags, as one group, to Megatron's parser."""
+    group = parser.add_argument_group("sequence packing (megatron_packing)")
+
+    def add(flag: str, **options: Any) -> None:
+        if flag not in parser._option_string_actions:
+            group.add_argument(flag, **options)
+
+    add(
+        "--use-varlen-dataset",
+        action="store_true",
+        help="train on samples of their own length (jsonl rows through --data-path), packed in THD format",
+    )
+    add(
+        "--varlen-sbhd-validation",
+        action="store_true",
+        help="the reference run: the same samples, one a row, padded to --seq-length, not packed",
+    )
+    add(
+        "--varlen-mock-dataset-config-json",
+        type=str,
+        default=None,
+        help="lengths of the mock dataset (--use-varlen-dataset --mock-data): inline JSON or a file",
+    )
+    add(
+        "--sequence-packing-scheduler",
+        type=str,
+        default=None,
+        help="how samples are packed: first_fit (default) or dp_balanced; with --sft, packs SFT rows",
+    )
+    add(
+        "--max-seqlen-per-dp-cp-rank",
+        type=int,
+        default=None,
+        help="padded tokens that a rank holds in one microbatch; default: --seq-length / CP, rounded up",
+    )
+    add("--thd-max-packed-sequences", type=int, default=None, help="most samples in one pack")
+    add(
+        "--packing-dataset",
+        type=str,
+        default=None,
+        metavar="MODULE:CLASS",
+        help="your own subclass of VarlenDataset or SFTDataset",
+    )
+    add(
+        "--packing-overlong",
+        choices=OVERLONG_POLICIES,
+        default="error",
+        help="a sample longer than --seq-length (default: error)",
+    )
+    add(
+        "--packing-bad-rows",
+        choices=BAD_ROW_POLICIES,
+        default="error",
+        help="a row that cannot become a sample (default: error)",
+    )
+    add(
+        "--packing-attention",
+        choices=ATTENTION_BACKENDS,
+        default="auto",
+        help="core attention; auto: te with --transformer-impl transformer_engine, else sdpa (ours)",
+    )
+    add(
+        "--packing-chat-format",
+        choices=("auto", "plain", "bare"),
+        default="auto",
+        help="conversations without a chat template: plain writes the roles, bare only the contents",
+    )
+    add("--packing-log-interval", type=int, default=1, help="steps between two lines of packing figures")
+    return parser
+
+
+def wants_packing(args: argparse.Namespace) -> bool:
+    """Whether any of our features is switched on; otherwise every hook passes straight through."""
+    return bool(
+        args.use_varlen_dataset
+        or args.varlen_sbhd_validation
+        or args.packing_dataset is not None
+        or args.sequence_packing_scheduler is not None
+    )
+
+
+def resolve(args: argparse.Namespace) -> PackingConfig:
+    """Turn Megatron's parsed, not yet validated arguments into our settings.
+
+    Raises:
+        ConfigError: a combination that cannot work; see `megatron_packing.config`.
+    """
+    dataset = _dataset(args)
+    scheduler = _scheduler(args)
+    attention = _attention(args, packed=scheduler is not None)
+    check_megatron_flags(vars(args), packed=scheduler is not None, attention=attention)
+    topology = topology_of(args)
+    if args.seq_length is None:
+        raise ConfigError("--seq-length is missing: the longest sample that the model accepts, in tokens.")
+    capacity = args.max_seqlen_per_dp_cp_rank
+    if capacity is None:
+        # Upstream's default, here in whole alignment units.
+        capacity = topology.pad(args.seq_length) // topology.cp
+    _check_chat_format(args)
+    return PackingConfig(
+        topology=topology,
+        seq_length=args.seq_length,
+        scheduler=scheduler,
+        max_tokens_per_rank=capacity,
+        max_seqs=args.thd_max_packed_sequences,
+        dataset=dataset,
+        mock_config=args.varlen_mock_dataset_config_json,
+        overlong=args.packing_overlong,
+        bad_rows=args.packing_bad_rows,
+        attention=attention,  # type: ignore[arg-type]
+        chat_format=args.packing_chat_format,
+        log_interval=args.packing_log_interval,
+    )
+
+
+def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
+    """Set, before Megatron validates, what must hold for this run; returns one line for each change."""
+    said = []
+    if not args.calculate_per_token_loss:
+        args.calculate_per_token_loss = True
+        said.append("per-token loss enforced (--calculate-per-token-loss)")
+    said.append("objective: token-weighted cross-entropy, one mean over all targets of the step")
+    if args.micro_batch_size is None:
+        args.micro_batch_size = 1
+        said.append("micro-batch size set to 1")
+    args.create_attention_mask_in_dataloader = False  # causal within a sample; nothing to hand over
+    if args.sft:
+        args.sft = False  # Megatron would average evaluation by microbatch; our dataset is chosen already
+    if config.attention == "sdpa":
+        args.spec = list(LOCAL_SPEC)
+        said.append("core attention: ours (sdpa), within each sample's boundaries")
+    if config.packed:
+        said.append(
+            f"scheduler {config.scheduler}, capacity {config.capacity} tokens = {config.max_tokens_per_rank} per rank x "
+            f"CP {config.topology.cp}, alignment {config.topology.alignment}"
+        )
+        if args.attention_dropout or args.hidden_dropout:
+            said.append(
+                "dropout is on: a packed and an unpacked run draw different random numbers, so their losses differ by "
+                "chance; set both dropouts to 0 to compare them"
+            )
+    return said
+
+
+def topology_of(args: argparse.Namespace) -> Topology:
+    """Group sizes from parsed arguments and the environment, before any process group exists."""
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    model = tp * pp * cp
+    if world % model:
+        raise ConfigError(
+            f"world size {world}: no multiple of TP {tp} x PP {pp} x CP {cp} = {model}. Start a multiple of {model} ranks."
+        )
+    interleaved = (
+        args.num_layers_per_virtual_pipeline_stage is not None or args.num_virtual_stages_per_pipeline_rank is not None
+    )
+    return Topology(
+        dp=world // model,
+        cp=cp,
+        tp=tp,
+        pp=pp,
+        vpp=2 if interleaved else 1,  # the exact number is Megatron's to work out; more than one is what matters
+        ep=args.expert_model_parallel_size,
+        sequence_parallel=bool(args.sequence_parallel),
+    )
+
+
+def _dataset(args: argparse.Namespace) -> str:
+    chosen = [
+        name
+        for name, given in (
+            ("--use-varlen-dataset", args.use_varlen_dataset),
+            ("--sft", args.sft),
+            ("--packing-dataset", args.packing_dataset is not None),
+        )
+        if given
+    ]
+    if args.use_varlen_dataset and args.sft:
+        raise ConfigError("--use-varlen-dataset and --sft: each selects a dataset. Choose one.")
+    if args.sft and args.varlen_sbhd_validation:
+        raise ConfigError(
+            "--sft with --varlen-sbhd-validation: an SFT row holds several samples. Use --use-varlen-dataset."
+        )
+    if not chosen:
+        raise ConfigError(
+            "packing needs a dataset of samples with their own lengths. Add --use-varlen-dataset, --sft, or "
+            "--packing-dataset module:Class."
+        )
+    if args.packing_dataset is not None:
+        return str(args.packing_dataset)
+    if args.sft:
+        return "sft"
+    return "mock" if args.mock_data else "varlen"
+
+
+def _scheduler(args: argparse.Namespace) -> str | None:
+    if not args.varlen_sbhd_validation:
+        return args.sequence_packing_scheduler or DEFAULT_SCHEDULER
+    if args.sequence_packing_scheduler is not None:
+        raise ConfigError(
+            f"--varlen-sbhd-validation with --sequence-packing-scheduler {args.sequence_packing_scheduler}: the reference "
+            "run does not pack. Drop one of them."
+        )
+    return None
+
+
+def _attention(args: argparse.Namespace, *, packed: bool) -> str:
+    local = args.transformer_impl == "local"
+    wanted = args.packing_attention
+    if wanted == "auto":
+        # The reference run keeps Megatron's own attention: it is what packed runs are compared with.
+        return ("sdpa" if packed else "stock") if local else "te"
+    if wanted == "te" and local:
+        raise ConfigError(
+            "--packing-attention te with --transformer-impl local. Use --transformer-impl transformer_engine."
+        )
+    if wanted in ("sdpa", "stock") and not local:
+        raise ConfigError(
+            f"--packing-attention {wanted} with --transformer-impl {args.transformer_impl}. Use --transformer-impl local."
+        )
+    if wanted == "sdpa" and args.spec is not None:
+        raise ConfigError(
+            f"--spec {' '.join(args.spec)} with --packing-attention sdpa: two layer specs. Drop one of them."
+        )
+    return str(wanted)
+
+
+def _check_chat_format(args: argparse.Namespace) -> None:
+    if args.packing_chat_format == "plain" and args.tokenizer_type == "NullTokenizer":
+        raise ConfigError("--packing-chat-format plain with NullTokenizer: it knows only numbers. Use bare.")

@@ -1,0 +1,136 @@
+"""How does our attention get into a local Megatron model? As the `core_attention` of the stock layer spec.
+
+`--spec megatron_packing.mcore.attention_spec local_layer_spec` is set by the launcher for
+`--transformer-impl local`; Transformer Engine's layer spec is left untouched.
+"""
+
+import contextlib
+import math
+from typing import Any
+
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import divide
+from torch import Tensor, nn
+
+from megatron_packing.attention.core import batched_attention, packed_attention
+from megatron_packing.errors import ConfigError, PackingError
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+def local_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
+    """The default layer spec of Megatron's local implementation, with our core attention in its place."""
+    from megatron.training.models.gpt import default_layer_spec
+
+    spec = default_layer_spec(model_config, vp_stage)
+    for layer in getattr(spec, "layer_specs", None) or [spec]:  # a block of layers (MoE), or one for all
+        self_attention = layer.submodules.self_attention
+        submodules = getattr(self_attention, "submodules", None) or self_attention.keywords["submodules"]
+        submodules.core_attention = PackedDotProductAttention
+    return spec
+
+
+class PackedDotProductAttention(MegatronModule):
+    """Core attention that honours the boundaries in `PackedSeqParams`; GQA and dropout included.
+
+    Takes the place of Megatron's `DotProductAttention`. Without packed parameters it computes ordinary
+    causal attention on [s, b, heads, dim], so that a padded baseline can run on the same kernel.
+
+    Raises:
+        ConfigError: the model wants a kind of attention that this one does not compute.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if attention_type != "self":
+            raise ConfigError(f"packing's attention is for self-attention; the model asks for {attention_type!r}.")
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        if pg_collection.cp.size() > 1:
+            raise ConfigError(
+                f"packing's attention runs on one context-parallel rank; CP is {pg_collection.cp.size()}."
+            )
+        self.attn_mask_type = attn_mask_type
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        # Megatron's layer-dependent query/key scaling divides before the softmax and multiplies inside it.
+        self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.hidden_per_rank = divide(config.kv_channels * config.num_attention_heads, pg_collection.tp.size())
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attention output.
+
+        Args:
+            query: [T, N, H] with packed parameters, else [s, b, N, H].
+            key: [T, G, H], else [s, b, G, H].
+            value: like `key`.
+            attention_mask: must be None; causality and boundaries are the whole mask.
+            attn_mask_type: overrides the layer's own.
+            attention_bias: must be None.
+            packed_seq_params: boundaries of the pack.
+
+        Returns:
+            [T, N * H] with packed parameters, else [s, b, N * H].
+        """
+        if attention_bias is not None or attention_mask is not None:
+            raise PackingError("packing's attention takes neither an explicit mask nor a bias.")
+        dropout = self.dropout if self.training else 0.0
+        causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
+        if packed_seq_params is None:
+            with self._random_state(dropout):
+                out = batched_attention(query, key, value, scale=self.scale, causal=causal, dropout=dropout)
+            return out.reshape(*out.shape[:2], self.hidden_per_rank)
+        boundaries = packed_seq_params.cu_seqlens_q_padded
+        if boundaries is None:
+            boundaries = packed_seq_params.cu_seqlens_q
+        lengths = boundaries.diff().tolist()
+        with self._random_state(dropout):
+            out = packed_attention(query, key, value, lengths, scale=self.scale, causal=causal, dropout=dropout)
+        return out.reshape(out.shape[0], self.hidden_per_rank)
+
+    def _random_state(self, dropout: float) -> Any:
+        """Dropout of attention weights draws from the model-parallel state, as Megatron's own attention does."""
+        if dropout == 0.0 or self.config.sequence_parallel:
+            return contextlib.nullcontext()
+        return tensor_parallel.get_cuda_rng_tracker().fork()
+
+
+def check_attention_honours_boundaries(model_chunks: list[nn.Module]) -> None:
+    """Refuse a model in which some attention would look across samples.
+
+    Raises:
+        ConfigError: a core attention is Megatron's local `DotProductAttention`.
+    """
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    for chunk in model_chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, DotProductAttention):
+                raise ConfigError(
+                    f"{name} is {type(module).__name__}, which cannot honour the boundaries between samples. Leave --spec "
+                    "out, or put PackedDotProductAttention or TEDotProductAttention in its place."
+                )

@@ -1,0 +1,26 @@
+"""Is this a Megatron-Core that our hooks were proven on?"""
+
+from megatron_packing.errors import ConfigError, MissingDependency
+
+_PROVEN = (0, 19)
+
+
+def check_version() -> None:
+    """Refuse a Megatron-Core whose internals the hooks were never run against.
+
+    Raises:
+        MissingDependency: Megatron-Core, or its training loop, is not installed.
+        ConfigError: another release than 0.19.
+    """
+    try:
+        import megatron.training  # noqa: F401
+        from megatron.core.package_info import MAJOR, MINOR, __version__
+    except ModuleNotFoundError as error:
+        raise MissingDependency(
+            f"megatron-core's training loop cannot be imported ({error}). Install megatron-core[training]."
+        ) from error
+    if (MAJOR, MINOR) != _PROVEN:
+        raise ConfigError(
+            f"megatron-core {__version__}: packing is proven on {_PROVEN[0]}.{_PROVEN[1]} only. Install "
+            f"'megatron-core[training]=={_PROVEN[0]}.{_PROVEN[1]}.*'."
+        )

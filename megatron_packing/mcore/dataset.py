@@ -1,0 +1,479 @@
+"""How does Megatron see our samples? As `MegatronDataset`s, so that its splits, blends and samplers work.
+
+Subclass one of the three for a corpus of your own and name it with `--packing-dataset module:Class`:
+override `build_low_level_dataset` for another kind of file, `convert` for another kind of row.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
+from megatron.core.datasets.utils import Split
+from torch import Tensor
+
+from megatron_packing.config import PackingConfig
+from megatron_packing.data import (
+    Conversation,
+    Document,
+    Dropped,
+    Encoder,
+    MockSource,
+    Record,
+    TokenizedSample,
+    TokenIds,
+    convert,
+    open_source,
+    split_conversations,
+    survey,
+)
+from megatron_packing.data.encode import NOT_BAD_ROWS
+from megatron_packing.errors import ConfigError, SampleError
+from megatron_packing.mcore.tokenizer import MegatronTokenizer
+
+
+@dataclasses.dataclass
+class PackingDatasetConfig(GPTDatasetConfig):
+    """Megatron's dataset settings and ours. A plain `GPTDatasetConfig` means our defaults."""
+
+    packing_overlong: str = "error"
+    """What happens to a sample longer than `sequence_length`."""
+    packing_bad_rows: str = "error"
+    """What happens to a row that cannot become a sample."""
+    packing_chat_format: str = "auto"
+    """How conversations become tokens; see `megatron_packing.data.chat`."""
+    varlen_sbhd_validation: bool = False
+    """Pad every sample to `sequence_length`: the reference run."""
+    varlen_mock_dataset_config_json: str | None = None
+    """Lengths of the mock dataset: inline JSON or a file."""
+
+
+class VarlenDataset(MegatronDataset):
+    """One sample a row, of its own length. Arguments are `MegatronDataset`'s.
+
+    An item holds `tokens`, `labels` (int64), `loss_mask` (float32) and `position_ids` (int64), all of shape
+    [padded_seq_len]; labels are already shifted; `original_seq_len` and `padded_seq_len` are int32 [1].
+    With `varlen_sbhd_validation` the four fields have shape [sequence_length] and there are no lengths.
+
+    A row that makes no sample is an item of length 0 with one more field, `dropped`, its reason: it
+    leaves its step with one sample fewer. A truncated sample has one more field, `truncated`.
+    """
+
+    def __init__(
+        self,
+        dataset: LowLevelDataset,
+        dataset_path: str | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        if num_samples and not len(indices):
+            raise ConfigError(
+                f"{dataset_path}: --split gives the {index_split.name} split none of its {len(dataset)} rows, but "
+                f"{num_samples} samples are asked of it. Change --split, add rows, or set --eval-iters 0."
+            )
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
+        """Rows of the source."""
+        return len(low_level_dataset)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> LowLevelDataset:
+        """Open the rows of `dataset_path`. The result has `len()`, `[row]` and `path`."""
+        if dataset_path is None:
+            raise ConfigError("no data: give --data-path FILE.jsonl, or --mock-data for made-up samples.")
+        return open_source(dataset_path)
+
+    def __len__(self) -> int:
+        return len(self.indices) if self.num_samples is None else self.num_samples
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        return self._item(self.samples_of_row(self.row_of(idx)))
+
+    def row_of(self, idx: int) -> int:
+        """The source's row that sample `idx` is made of; past the last row, from the first again."""
+        return int(self.indices[idx % len(self.indices)])
+
+    def convert(self, row: Any) -> Conversation | Document | TokenIds | np.ndarray:
+        """What a row of the source says. Override for rows of your own kind.
+
+        Raises:
+            SampleError: the row cannot be understood.
+        """
+        return convert(row) if isinstance(row, Record) else row
+
+    def encode(self, record: Any, row: int) -> list[TokenizedSample] | Dropped:
+        """The samples that one row of the source makes, here exactly one; or why it makes none.
+
+        Raises:
+            SampleError: the row, or a setting, is at fault.
+        """
+        encoded = self.encoder.encode(self.convert(record), *self._origin(record, row))
+        return encoded if isinstance(encoded, Dropped) else [encoded]
+
+    def samples_of_row(self, row: int) -> list[TokenizedSample] | Dropped:
+        """`encode`, with rows at fault dropped where `--packing-bad-rows skip` says so."""
+        try:
+            return self.encode(self.dataset[row], row)
+        except SampleError as error:
+            skip = isinstance(self.config, PackingDatasetConfig) and self.config.packing_bad_rows == "skip"
+            if skip and error.reason not in NOT_BAD_ROWS:
+                return Dropped(error.reason)
+            raise
+
+    def _item(self, encoded: list[TokenizedSample] | Dropped) -> dict[str, Any]:
+        sample = encoded if isinstance(encoded, Dropped) else encoded[0]
+        if self._padded_to_sequence_length:
+            return _padded_item(sample, self.config.sequence_length, self._tokenizer.pad_id)
+        return _varlen_item(sample, self.alignment, self._tokenizer.pad_id)
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """How this dataset's rows become tokens."""
+        return make_encoder(self._tokenizer, self.config)
+
+    @property
+    def alignment(self) -> int:
+        """Tokens that a padded length is a multiple of; see `Topology.alignment`."""
+        cp, sp = self.config.context_parallel_size or 1, self.config.sequence_parallel_size or 1
+        return (2 * cp if cp > 1 else 1) * sp
+
+    @cached_property
+    def _tokenizer(self) -> MegatronTokenizer:
+        return MegatronTokenizer(self.config.tokenizer)
+
+    @property
+    def _padded_to_sequence_length(self) -> bool:
+        return isinstance(self.config, PackingDatasetConfig) and self.config.varlen_sbhd_validation
+
+    def _origin(self, record: Any, row: int) -> tuple[str, int]:
+        """File and line for messages; a source of the user's own may know only the row."""
+        return (record.path, record.line) if isinstance(record, Record) else (str(self.dataset_path), row + 1)
+
+
+class SFTDataset(VarlenDataset):
+    """The conversations of one row, one after the other in a buffer of `sequence_length` tokens.
+
+    A messages list is cut at every system turn. One row is one consumed sample, however many
+    conversations it holds; under a scheduler they are taken apart and packed anew.
+
+    An item holds `tokens`, `labels`, `loss_mask`, `position_ids` of shape [sequence_length] (positions
+    restart in each conversation), `cu_seqlens` (int32 [sequence_length + 1], filled up with the buffer's
+    length) and `max_seqlen` (int32 [], the longest segment). The buffer's tail is a segment of its own
+    that belongs to no conversation.
+    """
+
+    def encode(self, record: Any, row: int) -> list[TokenizedSample] | Dropped:
+        """The samples of one row, together at most `sequence_length` tokens; or why there are none.
+
+        Raises:
+            SampleError: a conversation is at fault, or together they do not fit.
+        """
+        origin = self._origin(record, row)
+        converted = self.convert(record)
+        parts = split_conversations(converted) if isinstance(converted, Conversation) else (converted,)
+        encoded = [self.encoder.encode(part, *origin) for part in parts]
+        samples = [sample for sample in encoded if isinstance(sample, TokenizedSample)]
+        if samples:
+            return self._fitted(samples, *origin)
+        return next((dropped for dropped in encoded if isinstance(dropped, Dropped)), Dropped("empty"))
+
+    def _item(self, encoded: list[TokenizedSample] | Dropped) -> dict[str, Any]:
+        if isinstance(encoded, Dropped):
+            return super()._item(encoded)
+        return _buffer_item(encoded, self.config.sequence_length, self._tokenizer.pad_id)
+
+    def _fitted(self, samples: list[TokenizedSample], path: str, line: int) -> list[TokenizedSample] | Dropped:
+        limit = self.config.sequence_length
+        total = sum(sample.length for sample in samples)
+        if total <= limit:
+            return samples
+        policy = self.encoder.overlong
+        if policy == "drop":
+            return Dropped("overlong")
+        if policy != "truncate":
+            raise SampleError(
+                path,
+                line,
+                f"{len(samples)} conversations have {total:,} tokens together; --seq-length is {limit:,}. Raise "
+                "--seq-length, or set --packing-overlong drop or truncate.",
+                reason="overlong",
+            )
+        return _cut_to(samples, limit)
+
+
+class MockVarlenDataset(VarlenDataset):
+    """Made-up samples whose lengths follow `--varlen-mock-dataset-config-json`; else a `VarlenDataset`."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> LowLevelDataset:
+        """A source of made-up ids; `dataset_path` is ignored."""
+        lengths = config.varlen_mock_dataset_config_json if isinstance(config, PackingDatasetConfig) else None
+        tokenizer = MegatronTokenizer(config.tokenizer)
+        return MockSource(
+            lengths,
+            seq_length=config.sequence_length,
+            vocab_size=config.tokenizer.vocab_size,
+            eos_id=tokenizer.eos_id,
+            seed=config.random_seed,
+        )
+
+
+def make_encoder(tokenizer: MegatronTokenizer, config: GPTDatasetConfig) -> Encoder:
+    """The encoder that `config` asks for."""
+    if not isinstance(config, PackingDatasetConfig):
+        return Encoder(tokenizer, config.sequence_length)
+    return Encoder(tokenizer, config.sequence_length, config.packing_overlong, chat=config.packing_chat_format)
+
+
+def _varlen_item(encoded: TokenizedSample | Dropped, alignment: int, pad_id: int) -> dict[str, Any]:
+    if isinstance(encoded, Dropped):
+        nothing = TokenizedSample(tokens=_no_ids(), labels=_no_ids(), loss_mask=np.zeros(0, dtype=np.float32))
+        return {**_varlen_item(nothing, alignment, pad_id), "dropped": encoded.reason}
+    padded = -(-encoded.length // alignment) * alignment
+    item = {
+        **_padded_fields(encoded, padded, pad_id),
+        "original_seq_len": torch.tensor([encoded.length], dtype=torch.int32),
+        "padded_seq_len": torch.tensor([padded], dtype=torch.int32),
+    }
+    return {**item, "truncated": True} if encoded.truncated else item
+
+
+def _padded_item(encoded: TokenizedSample | Dropped, length: int, pad_id: int) -> dict[str, Any]:
+    if isinstance(encoded, Dropped):  # a row without any target adds nothing to sum or count
+        encoded = TokenizedSample(tokens=_no_ids(), labels=_no_ids(), loss_mask=np.zeros(0, dtype=np.float32))
+    return _padded_fields(encoded, length, pad_id)
+
+
+def _padded_fields(sample: TokenizedSample, length: int, pad_id: int) -> dict[str, Tensor]:
+    """Fresh tensors of `length`; padding is masked by position, whatever its id."""
+    return {
+        "tokens": torch.from_numpy(_extended(sample.tokens, length, pad_id)),
+        "labels": torch.from_numpy(_extended(sample.labels, length, pad_id)),
+        "loss_mask": torch.from_numpy(_extended(sample.loss_mask, length, 0)),
+        "position_ids": torch.arange(length, dtype=torch.int64),
+    }
+
+
+def _merged(samples: Sequence[TokenizedSample]) -> TokenizedSample:
+    return TokenizedSample(
+        tokens=np.concatenate([s.tokens for s in samples]),
+        labels=np.concatenate([s.labels for s in samples]),
+        loss_mask=np.concatenate([s.loss_mask for s in samples]),
+        truncated=any(s.truncated for s in samples),
+    )
+
+
+def _buffer_item(samples: Sequence[TokenizedSample], length: int, pad_id: int) -> dict[str, Any]:
+    merged = _merged(samples)
+    edges = np.cumsum([0, *(s.length for s in samples)])
+    boundaries = np.full(length + 1, length, dtype=np.int32)
+    boundaries[: len(edges)] = edges
+    segments = [*(s.length for s in samples), length - merged.length]
+    item = {
+        **_padded_fields(merged, length, pad_id),
+        "position_ids": torch.cat([torch.arange(n, dtype=torch.int64) for n in segments]),
+        "cu_seqlens": torch.from_numpy(boundaries),
+        "max_seqlen": torch.tensor(max(segments), dtype=torch.int32),
+    }
+    return {**item, "truncated": True} if merged.truncated else item
+
+
+def _cut_to(samples: Sequence[TokenizedSample], limit: int) -> list[TokenizedSample] | Dropped:
+    """The first samples up to `limit` tokens, the last of them cut; a part without targets is left out."""
+    kept: list[TokenizedSample] = []
+    room = limit
+    for sample in samples:
+        part = sample
+        if sample.length > room:
+            part = TokenizedSample(
+                tokens=sample.tokens[:room],
+                labels=sample.labels[:room],
+                loss_mask=sample.loss_mask[:room],
+                truncated=True,
+            )
+        if part.loss_mask.any():
+            kept.append(part)
+        room -= part.length
+        if room == 0:
+            break
+    if not kept:
+        return Dropped("truncated_no_targets")
+    return [*kept[:-1], dataclasses.replace(kept[-1], truncated=True)]  # something was cut, here or behind it
+
+
+def _extended(values: np.ndarray, length: int, filler: int) -> np.ndarray:
+    out = np.full(length, filler, dtype=values.dtype)
+    out[: len(values)] = values
+    return out
+
+
+def _no_ids() -> np.ndarray:
+    return np.zeros(0, dtype=np.int64)
+
+
+# --- what takes the place of the script's provider --------------------------------------------------
+
+
+def make_provider(config: PackingConfig) -> Callable[..., Any]:
+    """A dataset provider for `pretrain`: (train, valid, test), or Nones where a rank reads no data."""
+
+    def provider(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+        from megatron.core.parallel_state import get_tensor_model_parallel_rank
+
+        dataset_class = dataset_class_of(config.dataset)
+        dataset_config = dataset_config_of(config)
+        _check_sources(dataset_class, dataset_config)
+        return tuple(
+            BlendedMegatronDatasetBuilder(
+                dataset_class, num_samples, lambda: get_tensor_model_parallel_rank() == 0, dataset_config
+            ).build()
+        )
+
+    provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron: called on every rank
+    return provider
+
+
+def dataset_class_of(name: str) -> type[MegatronDataset]:
+    """The class behind `PackingConfig.dataset`.
+
+    Raises:
+        ConfigError: `module:Class` cannot be imported, or is no `MegatronDataset`.
+    """
+    own = {"varlen": VarlenDataset, "sft": SFTDataset, "mock": MockVarlenDataset}
+    if name in own:
+        return own[name]
+    module_name, _, class_name = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"--packing-dataset {name}: {error}. Write module:Class, with the module importable from the script's folder "
+            "or PYTHONPATH."
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, MegatronDataset)):
+        raise ConfigError(
+            f"--packing-dataset {name}: not a MegatronDataset. Derive it from VarlenDataset or SFTDataset."
+        )
+    return found
+
+
+def dataset_config_of(config: PackingConfig) -> PackingDatasetConfig:
+    """Megatron's dataset settings for this run, from its global arguments."""
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training import get_args
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return PackingDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        context_parallel_size=config.topology.cp,
+        data_parallel_size=config.topology.dp,
+        sequence_parallel_size=config.topology.tp if config.topology.sequence_parallel else 0,
+        packing_overlong=config.overlong,
+        packing_bad_rows=config.bad_rows,
+        packing_chat_format=config.chat_format,
+        varlen_sbhd_validation=not config.packed,
+        varlen_mock_dataset_config_json=config.mock_config,
+    )
+
+
+def _check_sources(dataset_class: type[MegatronDataset], config: PackingDatasetConfig) -> None:
+    """Look at the first rows of every file, on every rank, before Megatron's own barriers.
+
+    Raises:
+        PackingError: on every rank, when any rank finds a file that cannot be trained on.
+    """
+    import torch.distributed as dist
+    from megatron.training.utils import print_rank_0
+
+    from megatron_packing.comm.failures import raise_if_any_failed
+
+    failure: Exception | None = None
+    try:
+        for line in survey_sources(dataset_class, config):
+            print_rank_0(f"megatron_packing: {line}")
+    except Exception as error:
+        failure = error
+    on_gpu = dist.get_backend() == "nccl"
+    raise_if_any_failed(failure, group=dist.group.WORLD, device="cuda" if on_gpu else "cpu")
+
+
+def survey_sources(dataset_class: type[MegatronDataset], config: PackingDatasetConfig) -> list[str]:
+    """One line for the log about each file; raises what makes a run impossible.
+
+    Raises:
+        PackingError: a file is missing, empty, rotten in its first rows, or has nothing to learn in them.
+    """
+    if not issubclass(dataset_class, VarlenDataset):
+        return []
+    lines = []
+    for path in _paths(config):
+        rows = dataset_class.build_low_level_dataset(path, config)
+        probe = dataset_class(rows, path, np.arange(len(rows)), None, Split.train, config)
+        seen = survey(_Named(rows, str(path or "mock data")), _AsEncoder(probe))  # type: ignore[arg-type]
+        seen.check(bad_rows=config.packing_bad_rows)
+        if not lines:
+            lines.append(probe.encoder.describe())
+        skipped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(seen.skipped.items())) or "none"
+        lines.append(
+            f"{seen.path}: {len(rows):,} rows; of the first {seen.rows:,}: {seen.samples:,} samples, {seen.tokens:,} "
+            f"tokens, {seen.targets:,} targets, {seen.truncated:,} truncated, skipped: {skipped}"
+        )
+    return lines
+
+
+def _paths(config: PackingDatasetConfig) -> list[str | None]:
+    """Every data path of the run, once, in order; a single None for mock data."""
+    blends = [config.blend] if config.blend is not None else config.blend_per_split or []
+    paths = [path for blend in blends if blend is not None for path in blend[0]]
+    return list(dict.fromkeys(paths)) or [None]
+
+
+class _Named:
+    """A source under the name that the survey shows; a user's own source need not have one."""
+
+    def __init__(self, rows: LowLevelDataset, path: str) -> None:
+        self._rows = rows
+        self.path = path
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> Any:
+        return self._rows[row]
+
+
+class _AsEncoder:
+    """Lets the survey see rows as the dataset sees them: its own conversion, and several samples a row."""
+
+    def __init__(self, dataset: VarlenDataset) -> None:
+        self._dataset = dataset
+
+    def encode(self, record: Any, path: str, line: int) -> TokenizedSample | Dropped:
+        encoded = self._dataset.encode(record, line - 1)
+        return encoded if isinstance(encoded, Dropped) else _merged(encoded)

@@ -1,0 +1,181 @@
+"""Where does packing enter Megatron? At five places, all in this file; without our flags each passes straight through.
+
+1. `parse_and_validate_args`: our flags join the parser; what must hold is set before validation.
+2. `pretrain`: our datasets take the place of the script's, our `get_batch` that of the script's.
+3. `get_forward_backward_func`: each step's samples are packed, and the schedule runs the packs.
+4. `compile_helpers`: skipped where the wheel ships the compiled helpers without their Makefile.
+5. A forward pre-hook on each model chunk hands in the boundaries of the current pack, whatever the
+   script built.
+"""
+
+import argparse
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron_packing.config import PackingConfig
+from megatron_packing.errors import ConfigError
+
+_installed = False
+_config: PackingConfig | None = None
+
+
+def install() -> None:
+    """Patch Megatron. Call once, before it parses its arguments; the launcher does it for you."""
+    global _installed
+    if _installed:
+        return
+    from megatron_packing.mcore import compat
+
+    compat.check_version()
+    _chain_argument_parsing()
+    _chain_pretrain()
+    _chain_forward_backward()
+    _skip_missing_makefile()
+    _installed = True
+
+
+def active_config() -> PackingConfig | None:
+    """The settings of this run; None where none of our features is on, or arguments are not parsed yet."""
+    return _config
+
+
+# --- 1. arguments ---------------------------------------------------------------------------------
+
+
+def _chain_argument_parsing() -> None:
+    from megatron.training import arguments
+
+    from megatron_packing.mcore import args as packing_args
+
+    original = arguments.parse_and_validate_args
+
+    @functools.wraps(original)
+    def parse_and_validate_args(
+        extra_args_provider: Callable[..., Any] | None = None, *rest: Any, **keywords: Any
+    ) -> argparse.Namespace:
+        def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            return packing_args.add_packing_args(extra_args_provider(parser) if extra_args_provider else parser)
+
+        parse = arguments.parse_args
+
+        @functools.wraps(parse)
+        def parse_args(*inner: Any, **inner_keywords: Any) -> argparse.Namespace:
+            parsed = parse(*inner, **inner_keywords)
+            _configure(parsed)
+            return parsed
+
+        # Validation reads these settings, so that they are set between parsing and validating.
+        arguments.parse_args = parse_args
+        try:
+            return original(provider, *rest, **keywords)
+        finally:
+            arguments.parse_args = parse
+
+    arguments.parse_and_validate_args = parse_and_validate_args
+
+
+def _configure(parsed: argparse.Namespace) -> None:
+    global _config
+    from megatron_packing.mcore import args as packing_args
+
+    _config = None
+    if packing_args.wants_packing(parsed):
+        _config = packing_args.resolve(parsed)
+        for line in packing_args.apply(_config, parsed):
+            if parsed.rank == 0:
+                print(f"megatron_packing: {line}", flush=True)
+
+
+# --- 2. datasets and get_batch --------------------------------------------------------------------
+
+
+def _chain_pretrain() -> None:
+    import megatron.training
+    from megatron.training import training
+
+    original = training.pretrain
+
+    @functools.wraps(original)
+    def pretrain(
+        cfg_container: Any,
+        dataset_provider: Callable[..., Any],
+        model_type: Any,
+        forward_step_func: Callable[..., Any],
+        *rest: Any,
+        **keywords: Any,
+    ) -> Any:
+        if _config is not None:
+            from megatron_packing.mcore.dataset import make_provider
+
+            dataset_provider = make_provider(_config)
+            if _config.packed:
+                _replace_get_batch(forward_step_func)
+        return original(cfg_container, dataset_provider, model_type, forward_step_func, *rest, **keywords)
+
+    # Scripts import the one, Megatron's own wrappers the other.
+    training.pretrain = megatron.training.pretrain = pretrain
+
+
+def _replace_get_batch(forward_step_func: Callable[..., Any]) -> None:
+    """The script's forward step keeps everything but where its batch comes from."""
+    while isinstance(forward_step_func, functools.partial):
+        forward_step_func = forward_step_func.func
+    script = forward_step_func.__globals__
+    if "get_batch" not in script or "BATCH_KEYS" not in script:
+        raise ConfigError(
+            f"{script.get('__file__', 'the script')}: packing needs a forward step that takes its batch from get_batch in "
+            "the order of BATCH_KEYS, as Megatron-LM's pretrain_gpt.py of core_r0.19.0 does. Use that script, or "
+            "examples/pretrain_gpt.py."
+        )
+    keys = list(script["BATCH_KEYS"])
+
+    def get_batch(data_iterator: Iterator[Any], vp_stage: int | None = None) -> list[Any]:
+        batch = next(data_iterator)
+        fields = {
+            "tokens": batch.tokens_T[None],
+            "labels": batch.labels_T[None],
+            "loss_mask": batch.loss_mask_T[None],
+            "position_ids": batch.position_ids_T[None],
+        }
+        # Boundaries are handed in by the forward pre-hook; with None here the stock step leaves them alone.
+        return [fields.get(key) for key in keys]
+
+    script["get_batch"] = get_batch
+
+
+# --- 3. the schedule ------------------------------------------------------------------------------
+
+
+def _chain_forward_backward() -> None:
+    from megatron.training import training
+
+    original = training.get_forward_backward_func
+
+    @functools.wraps(original)
+    def get_forward_backward_func(*args: Any, **keywords: Any) -> Callable[..., Any]:
+        schedule = original(*args, **keywords)
+        if _config is None or not _config.packed:
+            return schedule
+        return _packed_runner(_config).wrap(schedule)
+
+    training.get_forward_backward_func = get_forward_backward_func
+
+
+@functools.cache
+def _packed_runner(config: PackingConfig) -> Any:
+    """One runner for training and evaluation: they share the models' hooks and the counts."""
+    from megatron_packing.mcore.step import PackedStepRunner
+
+    return PackedStepRunner(config)
+
+
+# --- 4. compiled helpers --------------------------------------------------------------------------
+
+
+def _skip_missing_makefile() -> None:
+    from megatron.core.datasets import utils
+
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        utils.compile_helpers = lambda: None

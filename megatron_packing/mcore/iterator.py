@@ -1,0 +1,246 @@
+"""How do a step's samples become this rank's packs? Draw, tell the lengths, plan, exchange, lay out.
+
+The samples of a step are exactly those that Megatron's sampler gave: packing changes the layout, never
+which samples an update sees. Every rank runs this once a step, at the same point; whatever fails on one
+rank is raised on all of them before the next collective.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_packing.comm.exchange import exchange_samples
+from megatron_packing.comm.failures import raise_if_any_failed
+from megatron_packing.comm.lengths import GatheredLengths, check_same, gather_lengths
+from megatron_packing.config import PackingConfig
+from megatron_packing.errors import PackingError
+from megatron_packing.schedule import Plan, make_plan
+from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, dummy_pack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFigures:
+    """What one step holds, over all data-parallel ranks."""
+
+    samples: int
+    packs: int
+    """Packs of all ranks, dummies included."""
+    dummies: int
+    microbatches: int
+    """Packs of each rank."""
+    real_tokens: int
+    padding_tokens: int
+    """Rows that run and belong to no sample: alignment and dummies."""
+    fill: float
+    """Real tokens / (packs x capacity)."""
+    targets: int
+    dropped: int
+    """Rows that left the step, by whatever reason."""
+    truncated: int
+    plan_ms: float
+    """Planning on this rank."""
+    exchange_ms: float
+    """Exchange of lengths and samples on this rank, without waiting for the data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedStep:
+    """This rank's packs of one step, in the order in which they run, and the step's figures."""
+
+    batches: tuple[PackedBatch, ...]
+    figures: StepFigures
+
+
+class StepPacker:
+    """Packs one step after the other. One for a process; stateless between steps except for counts.
+
+    Args:
+        config: the run's settings.
+        group: the data-parallel group (context parallelism not included); None for a single rank.
+        device: where that group's backend wants its tensors.
+    """
+
+    def __init__(self, config: PackingConfig, *, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+        self._config = config
+        self._group = group
+        self._device = device
+        self.dropped: Counter[str] = Counter()
+        """Rows that this rank dropped so far, by reason."""
+        self.truncated = 0
+        """Rows that this rank truncated so far."""
+
+    def pack(self, data_iterator: Iterator[Any], count: int) -> PackedStep:
+        """Draw `count` items and pack the step.
+
+        Raises:
+            PackingError: on every rank, when any rank failed.
+        """
+        drawn, failure = self._draw(data_iterator, count)
+        started = time.perf_counter()
+        gathered = gather_lengths(
+            [sample.length for sample in drawn.samples],
+            [sample.targets for sample in drawn.samples],
+            group=self._group,
+            device=self._device,
+            counters=(sum(drawn.dropped.values()), drawn.truncated),
+            failure=failure,
+        )
+        gathered_ms = _ms_since(started)
+        plan, plan_ms = self._plan(gathered)
+        started = time.perf_counter()
+        check_same(plan.digest(), "the plan of this step", group=self._group, device=self._device)
+        batches = self._exchange(drawn.samples, plan, gathered)
+        self.dropped += drawn.dropped
+        self.truncated += drawn.truncated
+        exchange_ms = gathered_ms + _ms_since(started)
+        return PackedStep(batches=batches, figures=self._figures(plan, gathered, plan_ms, exchange_ms))
+
+    def _draw(self, data_iterator: Iterator[Any], count: int) -> tuple["_Drawn", Exception | None]:
+        drawn = _Drawn()
+        try:
+            for _ in range(count):
+                drawn.add(next(data_iterator))
+        except StopIteration:
+            return _Drawn(), PackingError("the data ended in the middle of a step; lower --train-iters or add rows.")
+        except Exception as failure:  # whatever a user's dataset raises must reach every rank
+            return _Drawn(), failure
+        return drawn, None
+
+    def _plan(self, gathered: GatheredLengths) -> tuple[Plan, float]:
+        started = time.perf_counter()
+        failure: Exception | None = None
+        plan = None
+        try:
+            plan = make_plan(
+                gathered.lengths,
+                scheduler=self._config.scheduler or "",
+                topology=self._config.topology,
+                max_tokens_per_rank=self._config.max_tokens_per_rank,
+                max_seqs=self._config.max_seqs,
+            )
+        except Exception as error:  # a planner of the user's own included
+            failure = error
+        plan_ms = _ms_since(started)
+        raise_if_any_failed(failure, group=self._group, device=self._device)
+        assert plan is not None
+        return plan, plan_ms
+
+    def _exchange(
+        self, samples: Sequence[SampleTensors], plan: Plan, gathered: GatheredLengths
+    ) -> tuple[PackedBatch, ...]:
+        rank = 0 if self._group is None else self._group.rank()
+        destinations = [0] * len(gathered.lengths)
+        for microbatch in plan.microbatches:
+            for to, pack in enumerate(microbatch.packs):
+                for sample_id in pack.sample_ids:
+                    destinations[sample_id] = to
+        first = gathered.first_id(rank)
+        received = exchange_samples(
+            {first + i: sample for i, sample in enumerate(samples)},
+            destinations=destinations,
+            gathered=gathered,
+            group=self._group,
+            device=self._device,
+        )
+        alignment = self._config.topology.alignment
+        return tuple(
+            dummy_pack(alignment=alignment)
+            if pack.is_dummy
+            else build_pack([received[i] for i in pack.sample_ids], alignment=alignment)
+            for pack in plan.rank_packs(rank)
+        )
+
+    def _figures(self, plan: Plan, gathered: GatheredLengths, plan_ms: float, exchange_ms: float) -> StepFigures:
+        alignment = self._config.topology.alignment
+        packs = [pack for microbatch in plan.microbatches for pack in microbatch.packs]
+        dummies = sum(pack.is_dummy for pack in packs)
+        real_tokens = sum(gathered.lengths)
+        rows = sum(self._config.topology.pad(length) for length in gathered.lengths) + dummies * alignment
+        dropped, truncated = gathered.counters
+        return StepFigures(
+            samples=len(gathered.lengths),
+            packs=len(packs),
+            dummies=dummies,
+            microbatches=plan.num_microbatches,
+            real_tokens=real_tokens,
+            padding_tokens=rows - real_tokens,
+            fill=real_tokens / (len(packs) * self._config.capacity),
+            targets=sum(gathered.targets),
+            dropped=dropped,
+            truncated=truncated,
+            plan_ms=plan_ms,
+            exchange_ms=exchange_ms,
+        )
+
+
+class _Drawn:
+    """What a rank drew for one step, taken out of the loader's batches."""
+
+    def __init__(self) -> None:
+        self.samples: list[SampleTensors] = []
+        self.dropped: Counter[str] = Counter()
+        self.truncated = 0
+
+    def add(self, item: dict[str, Any]) -> None:
+        """Take in one item of the loader: a sample, a dropped row, or a row of several samples."""
+        if "dropped" in item:
+            self.dropped[_only(item["dropped"])] += 1
+            return
+        self.truncated += int("truncated" in item)
+        self.samples += samples_of_row(item)
+
+
+def samples_of_row(item: dict[str, Any]) -> list[SampleTensors]:
+    """The samples in one item of the loader, without padding.
+
+    Args:
+        item: fields of `VarlenDataset` (one sample, `original_seq_len` says how long it is) or of
+            `SFTDataset` (several samples in one buffer, `cu_seqlens` says where), with or without the
+            batch dimension of 1 that the loader's collate adds.
+
+    Raises:
+        PackingError: a field is missing, or the item holds more than one row.
+    """
+    tokens, labels, mask = (_flat(item, name) for name in ("tokens", "labels", "loss_mask"))
+    if "cu_seqlens" in item:
+        edges = torch.unique_consecutive(_flat(item, "cu_seqlens")).tolist()
+        # The buffer's tail belongs to no sample. Under a causal mask nothing after a sample's last
+        # target can reach the loss, so that cutting there is exact whoever filled the tail.
+        last = torch.nonzero(mask[edges[-2] : edges[-1]])
+        edges[-1] = edges[-2] + (int(last[-1]) + 1 if last.numel() else 0)
+    elif "original_seq_len" in item:
+        edges = [0, int(_flat(item, "original_seq_len"))]
+    else:
+        raise PackingError(
+            f"a dataset's item has the fields {sorted(item)}; packing needs original_seq_len (VarlenDataset) or cu_seqlens "
+            "(SFTDataset). Derive your dataset from one of them."
+        )
+    return [
+        SampleTensors(tokens_L=tokens[a:b], labels_L=labels[a:b], loss_mask_L=mask[a:b].float())
+        for a, b in zip(edges, edges[1:], strict=False)
+        if b > a
+    ]
+
+
+def _flat(item: dict[str, Any], name: str) -> torch.Tensor:
+    if name not in item:
+        raise PackingError(f"a dataset's item lacks {name!r}; it has {sorted(item)}.")
+    value = torch.as_tensor(item[name])
+    if value.dim() > 1 and value.shape[0] != 1:
+        raise PackingError(
+            f"a dataset's item holds {value.shape[0]} rows of {name!r}; packing needs --micro-batch-size 1."
+        )
+    return value.reshape(-1)
+
+
+def _only(value: Any) -> str:
+    return str(value[0] if isinstance(value, list | tuple) else value)
+
+
+def _ms_since(started: float) -> float:
+    return (time.perf_counter() - started) * 1000.0

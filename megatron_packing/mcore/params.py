@@ -1,0 +1,38 @@
+"""What does Megatron's attention need to know of a pack? `PackedSeqParams`, as Transformer Engine wants them.
+
+Two forms:
+
+- nothing is padded: real and padded boundaries are the *same tensor object* and `pad_between_seqs` is
+  False. Transformer Engine tells the case by object identity from 2.18 on; equal copies lose its
+  fastest kernels.
+- a sample is padded: the padded boundaries stand for both. A padding row then belongs to its sample's
+  end, where under a causal mask no real row sees it; its loss is masked, and the padding mask keeps it
+  out of MoE routing. Safe with every backend.
+
+`pad_between_seqs` is never None: Transformer Engine would guess, and a wrong guess is silently wrong.
+"""
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_packing.thd.batch import PackedBatch
+
+
+def to_packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
+    """Boundaries of `batch` for Megatron: int32, one-dimensional, `max_seqlen` a Python int."""
+    boundaries: Tensor = batch.cu_seqlens_padded
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        cu_seqlens_q_padded=boundaries,
+        cu_seqlens_kv_padded=boundaries,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+        pad_between_seqs=False,
+    )
+
+
+def padding_mask(batch: PackedBatch) -> Tensor | None:
+    """bool [1, T]: True where a row belongs to no sample; None where every row does."""
+    return batch.padding_mask_T()[None] if batch.is_padded else None

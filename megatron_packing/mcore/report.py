@@ -1,0 +1,115 @@
+"""What does packing do to a run, step by step? One line beside Megatron's own, and TensorBoard and W&B."""
+
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_packing.config import PackingConfig
+from megatron_packing.mcore.iterator import StepFigures, StepPacker
+
+
+@dataclass(slots=True)
+class _Interval:
+    """Sums over the steps since the last line."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    targets: int = 0
+    real_tokens: int = 0
+
+
+class StepReporter:
+    """Logs each step's figures every `--packing-log-interval` steps.
+
+    A step's time runs from the end of the step before (so that it holds the optimizer's update) to the
+    end of this one; evaluation in between is left out.
+    """
+
+    def __init__(self, config: PackingConfig) -> None:
+        self._every = config.log_interval
+        self._interval = _Interval()
+        self._step_began: float | None = None
+        self._told: set[str] = set()
+        self._steps_without_targets = 0
+        self._dropped = 0
+        self._truncated = 0
+
+    def step_begins(self, *, training: bool) -> None:
+        """Call before the step's samples are drawn."""
+        if training and self._step_began is None:
+            self._step_began = time.perf_counter()
+
+    def step_ended(self, figures: StepFigures, packer: StepPacker, *, training: bool) -> None:
+        """Call once the schedule has run, on every rank."""
+        self._warn_of_losses(packer)
+        now = time.perf_counter()
+        if not training:
+            self._step_began = None  # the next training step begins when it begins
+            return
+        assert self._step_began is not None
+        interval = self._interval
+        interval.steps += 1
+        interval.seconds += now - self._step_began
+        interval.targets += figures.targets
+        interval.real_tokens += figures.real_tokens
+        self._step_began = now
+        self._dropped += figures.dropped
+        self._truncated += figures.truncated
+        self._steps_without_targets += figures.targets == 0
+        if interval.steps >= self._every:
+            self._write(figures, interval)
+            self._interval = _Interval()
+
+    def _warn_of_losses(self, packer: StepPacker) -> None:
+        """Say once, on the rank where it first happened, why rows are lost."""
+        reasons = [f"dropped ({reason})" for reason in packer.dropped]
+        if packer.truncated:
+            reasons.append("truncated")
+        for reason in reasons:
+            if reason not in self._told:
+                self._told.add(reason)
+                warnings.warn(
+                    f"megatron_packing: a row was {reason}; further ones are counted in the packing line.", stacklevel=2
+                )
+
+    def _write(self, figures: StepFigures, interval: _Interval) -> None:
+        from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+        from megatron.training.utils import print_rank_last
+
+        iteration = get_args().curr_iteration + 1
+        scalars = {
+            "samples": figures.samples,
+            "packs": figures.packs,
+            "microbatches": figures.microbatches,
+            "fill": figures.fill,
+            "padding": figures.padding_tokens,
+            "targets": figures.targets,
+            "targets/s": interval.targets / interval.seconds,
+            "real tokens/s": interval.real_tokens / interval.seconds,
+            "plan ms": figures.plan_ms,
+            "exchange ms": figures.exchange_ms,
+        }
+        print_rank_last(_line(iteration, scalars, self._lost()))
+        writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+        if writer:
+            for name, value in scalars.items():
+                writer.add_scalar(f"packing/{name}", value, iteration)
+        if wandb:
+            wandb.log({f"packing/{name}": value for name, value in scalars.items()}, iteration)
+
+    def _lost(self) -> dict[str, int]:
+        """Totals since the start, over all ranks; only those that are not 0 are worth a word."""
+        totals = {
+            "rows dropped": self._dropped,
+            "rows truncated": self._truncated,
+            "steps without targets, skipped": self._steps_without_targets,
+        }
+        return {name: total for name, total in totals.items() if total}
+
+
+def _line(iteration: int, scalars: dict[str, Any], lost: dict[str, int]) -> str:
+    formats = {"fill": ".1%", "targets/s": ",.0f", "real tokens/s": ",.0f", "plan ms": ".2f", "exchange ms": ".2f"}
+    words = [f"{name}: {value:{formats.get(name, ',')}}" for name, value in scalars.items()]
+    words += [f"{name}: {total:,}" for name, total in lost.items()]
+    return f" packing iteration {iteration:8d} | " + " | ".join(words) + " |"

@@ -1,0 +1,189 @@
+"""How does a step of packs run through Megatron's schedule, and what must be put right around it?
+
+The schedule, the forward step and the loss stay Megatron's and the script's. Around them: iterators over
+packs instead of samples, the number of packs instead of the number of samples, boundaries handed to the
+model, FLOPs counted from real lengths, and no update in a step without targets.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_packing.config import PackingConfig
+from megatron_packing.mcore.iterator import PackedStep, StepPacker
+from megatron_packing.mcore.params import padding_mask, to_packed_seq_params
+from megatron_packing.mcore.report import StepReporter
+from megatron_packing.thd import PackedBatch
+
+
+class PackedStepRunner:
+    """Wraps Megatron's forward-backward functions. One for a process."""
+
+    def __init__(self, config: PackingConfig) -> None:
+        self._config = config
+        self._current = CurrentMicrobatch()
+        self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._packer: StepPacker | None = None
+        self._reporter = StepReporter(config)
+
+    def wrap(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
+        """`schedule` with the same signature, running each call's samples as packs."""
+
+        @functools.wraps(schedule)
+        def run(
+            *,
+            data_iterator: Any,
+            model: Any,
+            num_microbatches: int,
+            micro_batch_size: int,
+            forward_only: bool = False,
+            **keywords: Any,
+        ) -> Any:
+            chunks = model if isinstance(model, list) else [model]
+            self._prepare(chunks)
+            self._reporter.step_begins(training=not forward_only)
+            step = self._get_packer().pack(_only_iterator(data_iterator), num_microbatches)
+            losses = schedule(
+                data_iterator=PackIterator(step.batches, self._current),
+                model=model,
+                num_microbatches=len(step.batches),
+                micro_batch_size=1,
+                forward_only=forward_only,
+                **keywords,
+            )
+            self._current.batch = None
+            if not forward_only:
+                _count_real_work(step)
+                if step.figures.targets == 0:
+                    losses = _skip_update(chunks, losses)
+            self._reporter.step_ended(step.figures, self._get_packer(), training=not forward_only)
+            return losses
+
+        return run
+
+    def _prepare(self, chunks: list[nn.Module]) -> None:
+        """Once for each model chunk: the hooks, and shapes that may change from pack to pack."""
+        from megatron.core.utils import get_model_config
+
+        from megatron_packing.mcore.attention_spec import check_attention_honours_boundaries
+
+        for chunk in chunks:
+            if chunk in self._prepared:
+                continue
+            check_attention_honours_boundaries([chunk])
+            config = get_model_config(chunk)
+            config.variable_seq_lengths = True  # argument validation hard-codes False
+            chunk.register_forward_pre_hook(self._current.hand_in_boundaries, with_kwargs=True)
+            if not config.apply_rope_fusion:  # the fused kernel reads the boundaries itself
+                _restart_rope_in_each_sample(chunk, self._current)
+            self._prepared.add(chunk)
+
+    def _get_packer(self) -> StepPacker:
+        """Built at the first step, when Megatron's process groups exist."""
+        if self._packer is None:
+            from megatron.core import parallel_state
+
+            group = parallel_state.get_data_parallel_group()
+            on_gpu = torch.distributed.get_backend(group) == "nccl"
+            self._packer = StepPacker(self._config, group=group, device="cuda" if on_gpu else "cpu")
+        return self._packer
+
+
+class CurrentMicrobatch:
+    """The pack that is going through the model, set by the iterator and read by the hooks."""
+
+    def __init__(self) -> None:
+        self.batch: PackedBatch | None = None
+
+    def hand_in_boundaries(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Forward pre-hook: the pack's boundaries and padding mask, in place of whatever the script built."""
+        if self.batch is None:
+            return args, kwargs
+        kwargs = {**kwargs, "packed_seq_params": to_packed_seq_params(self.batch)}
+        mask = padding_mask(self.batch)
+        if mask is not None:
+            kwargs["padding_mask"] = mask
+        return args, kwargs
+
+
+class PackIterator(Iterator[PackedBatch]):
+    """Gives the packs of a step to the script's forward step and notes which one is current."""
+
+    def __init__(self, batches: tuple[PackedBatch, ...], current: CurrentMicrobatch) -> None:
+        self._remaining = iter(batches)
+        self._current = current
+
+    def __next__(self) -> PackedBatch:
+        self._current.batch = next(self._remaining).to("cuda")
+        return self._current.batch
+
+
+def _only_iterator(data_iterator: Any) -> Iterator[Any]:
+    """Interleaved pipelines hand over a list; every layout proven so far has one iterator."""
+    if isinstance(data_iterator, list):
+        (data_iterator,) = data_iterator
+    return data_iterator
+
+
+def _restart_rope_in_each_sample(chunk: nn.Module, current: CurrentMicrobatch) -> None:
+    """Give Megatron's RoPE the angles of every row of the pack, in one tensor.
+
+    Megatron's unfused path otherwise walks through the samples one by one, in every layer, for queries
+    and for keys. Angles that cover the whole pack it applies in one call.
+    """
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    def angles_of_rows(module: nn.Module, args: Any, angles_P11H: Tensor) -> Tensor:
+        batch = current.batch
+        return angles_P11H if batch is None else angles_P11H.index_select(0, batch.position_ids_T)
+
+    for module in chunk.modules():
+        if isinstance(module, RotaryEmbedding):
+            module.register_forward_hook(angles_of_rows)
+
+
+def _count_real_work(step: PackedStep) -> None:
+    """Feed Megatron's FLOP count once a step, with real lengths.
+
+    Called here and not in the forward step: evaluation would leak into the next training step, and
+    interleaved pipelines would count every pack once a chunk. A dummy counts as nothing, but is
+    announced, because the count is reduced over all ranks.
+    """
+    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+
+    for batch in step.batches:
+        boundaries = torch.zeros(2, dtype=torch.int32) if batch.is_dummy else batch.cu_seqlens
+        update_seqlen_stats_from_cu_seqlens(boundaries)
+
+
+def _skip_update(chunks: list[nn.Module], losses: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """No rank has a target in this step: there is nothing to learn, and Adam must not move the weights.
+
+    Megatron clamps the count of targets to 1 and would step on momentum alone, and log 0 / 0. Every
+    rank knows the step's targets, so that all skip together; Megatron then counts a skipped iteration.
+
+    Returns:
+        The losses with a count of one, so that their mean is 0 and not NaN.
+    """
+    from megatron.core.utils import get_model_config
+
+    # Megatron's loop sets the model's grad_scale_func to the optimizer's bound method.
+    optimizer = get_model_config(chunks[0]).grad_scale_func.__self__
+    step = optimizer.step
+
+    def skip_once() -> tuple[bool, None, None]:
+        optimizer.step = step
+        return False, None, None
+
+    optimizer.step = skip_once
+    return [{key: _with_count_one(value) for key, value in loss.items()} for loss in losses]
+
+
+def _with_count_one(sum_and_count: Tensor) -> Tensor:
+    return sum_and_count if sum_and_count.numel() != 2 else torch.tensor([0.0, 1.0], device=sum_and_count.device)

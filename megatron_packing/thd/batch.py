@@ -1,0 +1,118 @@
+"""What is a pack, as tensors, and when is it well formed?
+
+Two samples of real lengths 7 and 2, aligned to 4 tokens (T = 12 rows):
+
+    row                 0  1  2  3  4  5  6  7 | 8  9 10 11
+    sample              A  A  A  A  A  A  A  . | B  B  .  .
+    position_ids        0  1  2  3  4  5  6  0 | 0  1  0  0
+    padding_mask        f  f  f  f  f  f  f  T | f  f  T  T
+    cu_seqlens          [0, 7, 9]      real tokens, counted without the padding
+    cu_seqlens_padded   [0, 8, 12]     rows
+
+Dimensions: T rows of the pack, S samples in it.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from megatron_packing.errors import PackingError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedBatch:
+    """One pack. Construction checks the boundaries and raises `PackingError` where they are wrong."""
+
+    tokens_T: Tensor
+    """int64 [T]: input ids; 0 in padding rows."""
+    labels_T: Tensor
+    """int64 [T]: the id to predict at each row; 0 in padding rows."""
+    loss_mask_T: Tensor
+    """float32 [T]: weight of each row's loss; 0 in padding rows."""
+    position_ids_T: Tensor
+    """int64 [T]: position within the row's own sample, from 0; 0 in padding rows."""
+    cu_seqlens: Tensor
+    """int32 [S + 1]: real boundaries. The same object as `cu_seqlens_padded` where nothing is padded."""
+    cu_seqlens_padded: Tensor
+    """int32 [S + 1]: boundaries in rows."""
+    max_seqlen: int
+    """Rows of the longest sample, padding included."""
+    is_dummy: bool = False
+    """Whether the pack only keeps the ranks' microbatch counts equal: it runs, fully masked."""
+
+    def __post_init__(self) -> None:
+        rows = self.tokens_T.numel()
+        for name in ("labels_T", "loss_mask_T", "position_ids_T"):
+            if getattr(self, name).shape != self.tokens_T.shape:
+                raise PackingError(
+                    f"PackedBatch.{name} has shape {tuple(getattr(self, name).shape)}, tokens_T ({rows},)."
+                )
+        largest = _check_boundaries("cu_seqlens_padded", self.cu_seqlens_padded, total=rows)
+        if type(self.max_seqlen) is not int or self.max_seqlen != largest:
+            raise PackingError(
+                f"PackedBatch.max_seqlen is {self.max_seqlen!r}; it must be the Python int {largest}, the largest "
+                "difference of cu_seqlens_padded."
+            )
+        if self.cu_seqlens is not self.cu_seqlens_padded:
+            self._check_real_boundaries()
+
+    def _check_real_boundaries(self) -> None:
+        _check_boundaries("cu_seqlens", self.cu_seqlens, total=None)
+        if self.cu_seqlens.shape != self.cu_seqlens_padded.shape:
+            raise PackingError(
+                f"PackedBatch.cu_seqlens has {self.cu_seqlens.numel() - 1} samples, cu_seqlens_padded "
+                f"{self.cu_seqlens_padded.numel() - 1}."
+            )
+        if bool((self.cu_seqlens.diff() > self.cu_seqlens_padded.diff()).any()):
+            raise PackingError("PackedBatch: a sample is longer than its padded length.")
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the pack; a dummy holds none."""
+        return 0 if self.is_dummy else self.cu_seqlens.numel() - 1
+
+    @property
+    def num_rows(self) -> int:
+        """T: rows that the model runs."""
+        return self.tokens_T.numel()
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether any row belongs to no sample."""
+        return self.cu_seqlens is not self.cu_seqlens_padded
+
+    def padding_mask_T(self) -> Tensor:
+        """bool [T]: True where a row belongs to no sample."""
+        rows = torch.arange(self.num_rows, dtype=torch.int32, device=self.cu_seqlens.device)
+        sample_of_row = torch.searchsorted(self.cu_seqlens_padded[1:], rows, right=True)
+        real_ends = self.cu_seqlens_padded[:-1] + self.cu_seqlens.diff()
+        return rows >= real_ends[sample_of_row]
+
+    def to(self, device: torch.device | str | int) -> "PackedBatch":
+        """The same pack on `device`; boundaries that were one object stay one object."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in moved.items():
+            if isinstance(value, Tensor):
+                moved[name] = value.to(device, non_blocking=True)
+        if not self.is_padded:
+            moved["cu_seqlens"] = moved["cu_seqlens_padded"]
+        return PackedBatch(**moved)
+
+
+def _check_boundaries(name: str, boundaries: Tensor, total: int | None) -> int:
+    """Largest difference of `boundaries`, after checking them: int32, 1-D, from 0, strictly increasing, to `total`."""
+    if boundaries.dtype != torch.int32 or boundaries.dim() != 1 or boundaries.numel() < 2:
+        raise PackingError(
+            f"PackedBatch.{name} is {boundaries.dtype} of shape {tuple(boundaries.shape)}; it must be int32, "
+            "one-dimensional, with at least two entries."
+        )
+    values = boundaries.tolist()
+    differences = [after - before for before, after in zip(values, values[1:], strict=False)]
+    if values[0] != 0:
+        raise PackingError(f"PackedBatch.{name} starts at {values[0]}; it must start at 0.")
+    if min(differences) <= 0:
+        raise PackingError(f"PackedBatch.{name} must increase strictly; it is {values}.")
+    if total is not None and values[-1] != total:
+        raise PackingError(f"PackedBatch.{name} ends at {values[-1]}; the pack has {total} rows.")
+    return max(differences)
