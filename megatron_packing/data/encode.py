@@ -10,7 +10,7 @@ A row of n + 1 ids becomes a sample of length n:
 Nothing is masked by the value of an id, so it does not matter whether padding and EOS share one. Labels under a zero
 mask are true ids, never -100: a fused cross entropy looks them up before the mask is applied.
 
-Cost: the tokenizer's, plus three copies of the row.
+Cost: the tokenizer's, plus two copies of the row.
 """
 
 from dataclasses import dataclass
@@ -197,13 +197,13 @@ def _given(item: TokenIds, path: str, line: int) -> tuple[npt.NDArray[np.int64],
             "and the mask as long.",
             reason="bad_ids",
         )
-    return ids.astype(np.int64), is_target
+    return ids.astype(np.int64), is_target  # a copy, always: the caller keeps its own
 
 
 def _shifted(
     ids: npt.NDArray[np.int64], is_target: npt.NDArray[np.bool_], *, truncated: bool = False
 ) -> TokenizedSample:
-    # Copies: as views, tokens and labels would share one buffer, and an edit of either would show in both.
+    # One copy: as two views, tokens and labels would share a buffer, and an edit of either would show in both.
     return TokenizedSample(
-        tokens=ids[:-1].copy(), labels=ids[1:].copy(), loss_mask=is_target[1:].astype(np.float32), truncated=truncated
+        tokens=ids[:-1].copy(), labels=ids[1:], loss_mask=is_target[1:].astype(np.float32), truncated=truncated
     )

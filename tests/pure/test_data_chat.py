@@ -113,6 +113,24 @@ def test_the_last_turn_alone_and_a_turns_own_word(make, template):
     assert taught(tokenizer, *encode(tokenizer, silent)) == ANSWERS[1:]
 
 
+def test_a_silent_turn_may_leave_no_mark_in_a_generation_block(make):
+    tokenizer = make(GENERATION.replace("m['content'] + '<|im_end|>' }}{% endg", "m['content'] }}{% endg"))
+    silent = Conversation((*CHAT.messages[:2], Message("assistant", ""), *CHAT.messages[3:]))
+    assert taught(tokenizer, *encode(tokenizer, silent)) == [ANSWERS[1].removesuffix("<|im_end|>")]
+
+
+def test_runs_of_targets_that_do_not_fit_the_turns_are_refused(make):
+    unmarked = "{% if m['role'] == 'assistant' and not loop.first and loop.last %}"
+    tokenizer = make(GENERATION.replace("{% if m['role'] == 'assistant' %}", unmarked))  # marks the last turn alone
+    with pytest.raises(SampleError, match="2 assistant turns, but 1 runs of targets"):
+        encode(tokenizer, train_on="last")
+
+
+def test_only_the_assistant_is_ever_learned():
+    chat = Conversation((Message("user", "11", supervised=True), Message("assistant", "21")))
+    assert learned_turns(chat) == (False, True)
+
+
 TEXT = st.text(st.sampled_from(list("aA 1\n\t.<|é\U0001f642")), min_size=1, max_size=8)
 
 
@@ -151,18 +169,18 @@ def test_a_template_that_rewrites_history_is_refused(make):
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (NO_PROMPT, [" It is 2. <|im_end|>", " yes <|im_end|>"]),  # the space before shares a token with the answer
+        (NO_PROMPT, ["It is 2. <|im_end|>", "yes <|im_end|>"]),
         (HEADER_ALWAYS, ["It is 2.<|im_end|>", "yes<|im_end|>"]),
         (THINKING_PROMPT, ["It is 2.<|im_end|>", "yes<|im_end|>"]),
         (NEWLINE_ENDS, ["It is 2.\n", "yes\n"]),
+        (NEWLINE_ENDS.replace("\\n", "  "), ["It is 2. ", "yes  "]),  # " user" took one of the spaces
     ],
 )
 def test_templates_without_a_plain_generation_prompt(make, template, expected):
     chat = Conversation((*CHAT.messages[1:3], Message("user", "more?"), Message("assistant", "yes")))
     tokenizer = make(template, bos_token="<s>")
     ids, is_target = encode(tokenizer, chat)
-    stripped = [text.strip(" ") for text in taught(tokenizer, ids, is_target)]
-    assert stripped == [text.strip(" ") for text in expected]
+    assert taught(tokenizer, ids, is_target) == expected
 
 
 def test_a_start_that_cannot_be_told_is_refused(make):
