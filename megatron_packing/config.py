@@ -80,15 +80,15 @@ class PackingConfig:
         if capacity % topology.alignment:
             below = capacity // topology.alignment * topology.alignment // topology.cp
             raise ConfigError(
-                f"--max-seqlen-per-dp-cp-rank {self.max_tokens_per_rank}: the capacity of {capacity} tokens = {made_of} "
-                f"is no multiple of the alignment, {topology.alignment} tokens (2*CP for CP > 1, times TP with sequence "
-                f"parallelism). Use {below} or {below + topology.alignment // topology.cp or 1}."
+                f"--max-seqlen-per-dp-cp-rank {self.max_tokens_per_rank}: the capacity, {capacity} tokens = {made_of}, "
+                f"is no multiple of the alignment, {topology.alignment} tokens (2*CP for CP > 1, times TP with "
+                f"sequence parallelism). Use {below} or {below + topology.alignment // topology.cp or 1}."
             )
         longest = topology.pad(self.seq_length)
         if capacity < longest:
             raise ConfigError(
-                f"--max-seqlen-per-dp-cp-rank {self.max_tokens_per_rank}: a pack holds {capacity} tokens = {made_of}, but "
-                f"a sample may have {longest} (--seq-length {self.seq_length}, padded to the alignment of "
+                f"--max-seqlen-per-dp-cp-rank {self.max_tokens_per_rank}: a pack holds {capacity} tokens = {made_of}, "
+                f"but a sample may have {longest} (--seq-length {self.seq_length}, padded to the alignment of "
                 f"{topology.alignment}). Raise it to at least {-(-longest // topology.cp)} or lower --seq-length."
             )
         if capacity >= 2**31:
@@ -163,7 +163,7 @@ _ALWAYS = (
     _refuse("fim_data", "--fim-data: fill-in-the-middle rewriting is not supported with packing's datasets."),
     _refuse(
         "dataloader_type",
-        "--dataloader-type {value}: the samples of a step must come from Megatron's own samplers. Use single or cyclic.",
+        "--dataloader-type {value}: a step's samples must come from Megatron's own samplers. Use single or cyclic.",
         lambda value: value not in (None, "single", "cyclic"),
     ),
     _refuse("full_validation", "--full-validation: not proven with packing. Set --eval-iters instead."),
@@ -174,8 +174,8 @@ _ALWAYS = (
 _PACKED = (
     _refuse(
         "micro_batch_size",
-        "--micro-batch-size {value}: a packed microbatch is one pack; the limit is 1. Set --micro-batch-size 1 and choose "
-        "the work of a microbatch with --max-seqlen-per-dp-cp-rank.",
+        "--micro-batch-size {value}: a packed microbatch is one pack; the limit is 1. Set --micro-batch-size 1 and "
+        "choose the work of a microbatch with --max-seqlen-per-dp-cp-rank.",
         lambda value: value not in (None, 1),
     ),
     _refuse(

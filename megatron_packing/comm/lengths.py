@@ -1,8 +1,8 @@
 """What has every rank drawn for this step? Lengths and targets, gathered over the data-parallel ranks.
 
 Every rank leaves with the same global list, rank-major, or every rank raises: a rank that could not
-read its samples still takes part, and says so. Cost: two all-gathers, of a few integers and of two
-integers a sample.
+read its samples still takes part, and says so. Cost: one all-gather of two integers a sample and a
+few more.
 """
 
 from collections.abc import Sequence
@@ -41,6 +41,7 @@ def gather_lengths(
     lengths: Sequence[int],
     targets: Sequence[int],
     *,
+    limit: int,
     group: dist.ProcessGroup | None,
     device: torch.device | str,
     counters: Sequence[int] = (),
@@ -51,6 +52,8 @@ def gather_lengths(
     Args:
         lengths: tokens of this rank's samples.
         targets: targets of this rank's samples.
+        limit: samples a rank for which the first collective has room, the same on every rank. Where a
+            rank drew more (a row of `SFTDataset` holds any number), a second one carries them.
         group: the data-parallel group; None for a single rank.
         device: where the group's backend wants its tensors.
         counters: numbers to be summed over the ranks, as many on each.
@@ -66,14 +69,17 @@ def gather_lengths(
             lengths=tuple(lengths), targets=tuple(targets), counts=(len(lengths),), counters=tuple(counters)
         )
     header = torch.tensor([int(failure is not None), len(lengths), *counters], dtype=torch.int64)
-    headers = all_gather_rows(header, group=group, device=device)
+    drawn_2S = torch.tensor([list(lengths), list(targets)], dtype=torch.int64).view(2, -1)
+    rows = all_gather_rows(torch.cat([header, _fill(drawn_2S, limit)]), group=group, device=device)
+    headers, bodies = rows[:, : header.numel()], rows[:, header.numel() :]
     if bool(headers[:, 0].any()):
         raise_first_failure(failure, group=group, device=device)
     counts = headers[:, 1].tolist()
-    mine = torch.zeros(2, max(counts), dtype=torch.int64)  # a row of SFTDataset holds any number of samples
-    mine[:, : len(lengths)] = torch.tensor([list(lengths), list(targets)], dtype=torch.int64).view(2, -1)
-    rows = all_gather_rows(mine.view(-1), group=group, device=device).view(len(counts), 2, -1)
-    all_lengths, all_targets = torch.cat([row[:, :n] for row, n in zip(rows, counts, strict=True)], dim=1).tolist()
+    if max(counts) > limit:
+        limit = max(counts)
+        bodies = all_gather_rows(_fill(drawn_2S, limit), group=group, device=device)
+    bodies = bodies.view(len(counts), 2, limit)
+    all_lengths, all_targets = torch.cat([body[:, :n] for body, n in zip(bodies, counts, strict=True)], dim=1).tolist()
     return GatheredLengths(
         lengths=tuple(all_lengths),
         targets=tuple(all_targets),
@@ -82,15 +88,43 @@ def gather_lengths(
     )
 
 
-def check_same(value: int, what: str, *, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+def _fill(drawn_2S: torch.Tensor, limit: int) -> torch.Tensor:
+    """[2 * limit]: lengths and targets, each cut to or filled with zeros up to `limit`."""
+    filled = drawn_2S.new_zeros(2, limit)
+    kept = drawn_2S[:, :limit]
+    filled[:, : kept.shape[1]] = kept
+    return filled.view(-1)
+
+
+def check_same(
+    value: int,
+    what: str,
+    *,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    failure: Exception | None = None,
+) -> None:
     """Raise on every rank unless all ranks hold the same `value` (a non-negative 63-bit integer).
 
+    Args:
+        value: what must be equal; ignored with a `failure`.
+        what: its name in the message.
+        group: the ranks that compare; None for a single rank.
+        device: where the group's backend wants its tensors.
+        failure: what kept this rank from having a value.
+
     Raises:
-        PackingError: the ranks disagree; training on would mix two plans.
+        Exception: `failure` itself on a rank that had one.
+        PackingError: another rank failed, or the ranks disagree: training on would mix two plans.
     """
     if group is None or group.size() == 1:
+        if failure is not None:
+            raise failure
         return
-    values = all_gather_rows(torch.tensor([value], dtype=torch.int64), group=group, device=device)[:, 0].tolist()
+    mine = torch.tensor([-1 if failure is not None else value], dtype=torch.int64)
+    values = all_gather_rows(mine, group=group, device=device)[:, 0].tolist()
+    if min(values) < 0:
+        raise_first_failure(failure, group=group, device=device)
     if len(set(values)) > 1:
         raise PackingError(
             f"{what} differs between data-parallel ranks: {values}. They must run the same version with the same flags "

@@ -8,8 +8,13 @@ import argparse
 import os
 from typing import Any
 
-from megatron_packing.config import ATTENTION_BACKENDS, BAD_ROW_POLICIES, OVERLONG_POLICIES, PackingConfig
-from megatron_packing.config import check_megatron_flags
+from megatron_packing.config import (
+    ATTENTION_BACKENDS,
+    BAD_ROW_POLICIES,
+    OVERLONG_POLICIES,
+    PackingConfig,
+    check_megatron_flags,
+)
 from megatron_packing.errors import ConfigError
 from megatron_packing.topology import Topology
 
@@ -151,8 +156,8 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
         said.append("core attention: ours (sdpa), within each sample's boundaries")
     if config.packed:
         said.append(
-            f"scheduler {config.scheduler}, capacity {config.capacity} tokens = {config.max_tokens_per_rank} per rank x "
-            f"CP {config.topology.cp}, alignment {config.topology.alignment}"
+            f"scheduler {config.scheduler}, capacity {config.capacity} tokens = {config.max_tokens_per_rank} per rank "
+            f"x CP {config.topology.cp}, alignment {config.topology.alignment}"
         )
         if args.attention_dropout or args.hidden_dropout:
             said.append(
@@ -169,7 +174,8 @@ def topology_of(args: argparse.Namespace) -> Topology:
     model = tp * pp * cp
     if world % model:
         raise ConfigError(
-            f"world size {world}: no multiple of TP {tp} x PP {pp} x CP {cp} = {model}. Start a multiple of {model} ranks."
+            f"world size {world}: no multiple of TP {tp} x PP {pp} x CP {cp} = {model}. Start a multiple of "
+            f"{model} ranks."
         )
     interleaved = (
         args.num_layers_per_virtual_pipeline_stage is not None or args.num_virtual_stages_per_pipeline_rank is not None
@@ -218,8 +224,8 @@ def _scheduler(args: argparse.Namespace) -> str | None:
         return args.sequence_packing_scheduler or DEFAULT_SCHEDULER
     if args.sequence_packing_scheduler is not None:
         raise ConfigError(
-            f"--varlen-sbhd-validation with --sequence-packing-scheduler {args.sequence_packing_scheduler}: the reference "
-            "run does not pack. Drop one of them."
+            f"--varlen-sbhd-validation with --sequence-packing-scheduler {args.sequence_packing_scheduler}: the "
+            "reference run does not pack. Drop one of them."
         )
     return None
 
@@ -236,7 +242,8 @@ def _attention(args: argparse.Namespace, *, packed: bool) -> str:
         )
     if wanted in ("sdpa", "stock") and not local:
         raise ConfigError(
-            f"--packing-attention {wanted} with --transformer-impl {args.transformer_impl}. Use --transformer-impl local."
+            f"--packing-attention {wanted} with --transformer-impl {args.transformer_impl}. Use "
+            "--transformer-impl local."
         )
     if wanted == "sdpa" and args.spec is not None:
         raise ConfigError(

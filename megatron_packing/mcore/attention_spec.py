@@ -131,6 +131,6 @@ def check_attention_honours_boundaries(model_chunks: list[nn.Module]) -> None:
         for name, module in chunk.named_modules():
             if isinstance(module, DotProductAttention):
                 raise ConfigError(
-                    f"{name} is {type(module).__name__}, which cannot honour the boundaries between samples. Leave --spec "
-                    "out, or put PackedDotProductAttention or TEDotProductAttention in its place."
+                    f"{name} is {type(module).__name__}, which cannot honour the boundaries between samples. Leave "
+                    "--spec out, or put PackedDotProductAttention or TEDotProductAttention in its place."
                 )

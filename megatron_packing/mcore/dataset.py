@@ -25,8 +25,8 @@ from megatron_packing.data import (
     Encoder,
     MockSource,
     Record,
-    TokenizedSample,
     TokenIds,
+    TokenizedSample,
     convert,
     open_source,
     split_conversations,
@@ -357,8 +357,8 @@ def dataset_class_of(name: str) -> type[MegatronDataset]:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"--packing-dataset {name}: {error}. Write module:Class, with the module importable from the script's folder "
-            "or PYTHONPATH."
+            f"--packing-dataset {name}: {error}. Write module:Class, with the module importable from the script's "
+            "folder or PYTHONPATH."
         ) from error
     if not (isinstance(found, type) and issubclass(found, MegatronDataset)):
         raise ConfigError(

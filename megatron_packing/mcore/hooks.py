@@ -125,8 +125,8 @@ def _replace_get_batch(forward_step_func: Callable[..., Any]) -> None:
     script = forward_step_func.__globals__
     if "get_batch" not in script or "BATCH_KEYS" not in script:
         raise ConfigError(
-            f"{script.get('__file__', 'the script')}: packing needs a forward step that takes its batch from get_batch in "
-            "the order of BATCH_KEYS, as Megatron-LM's pretrain_gpt.py of core_r0.19.0 does. Use that script, or "
+            f"{script.get('__file__', 'the script')}: packing needs a forward step that takes its batch from get_batch "
+            "in the order of BATCH_KEYS, as Megatron-LM's pretrain_gpt.py of core_r0.19.0 does. Use that script, or "
             "examples/pretrain_gpt.py."
         )
     keys = list(script["BATCH_KEYS"])

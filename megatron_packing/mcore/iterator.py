@@ -5,6 +5,7 @@ which samples an update sees. Every rank runs this once a step, at the same poin
 rank is raised on all of them before the next collective.
 """
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_packing.comm.exchange import exchange_samples
-from megatron_packing.comm.failures import raise_if_any_failed
 from megatron_packing.comm.lengths import GatheredLengths, check_same, gather_lengths
 from megatron_packing.config import PackingConfig
 from megatron_packing.errors import PackingError
@@ -68,7 +68,7 @@ class StepPacker:
     def __init__(self, config: PackingConfig, *, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
         self._config = config
         self._group = group
-        self._device = device
+        self._ranks: dict[str, Any] = {"group": group, "device": device}
         self.dropped: Counter[str] = Counter()
         """Rows that this rank dropped so far, by reason."""
         self.truncated = 0
@@ -85,15 +85,16 @@ class StepPacker:
         gathered = gather_lengths(
             [sample.length for sample in drawn.samples],
             [sample.targets for sample in drawn.samples],
-            group=self._group,
-            device=self._device,
+            limit=count,
+            **self._ranks,
             counters=(sum(drawn.dropped.values()), drawn.truncated),
             failure=failure,
         )
         gathered_ms = _ms_since(started)
-        plan, plan_ms = self._plan(gathered)
+        plan, plan_ms, plan_failure = self._plan(gathered)
         started = time.perf_counter()
-        check_same(plan.digest(), "the plan of this step", group=self._group, device=self._device)
+        check_same(plan.digest() if plan else 0, "the plan of this step", **self._ranks, failure=plan_failure)
+        assert plan is not None
         batches = self._exchange(drawn.samples, plan, gathered)
         self.dropped += drawn.dropped
         self.truncated += drawn.truncated
@@ -111,10 +112,9 @@ class StepPacker:
             return _Drawn(), failure
         return drawn, None
 
-    def _plan(self, gathered: GatheredLengths) -> tuple[Plan, float]:
+    def _plan(self, gathered: GatheredLengths) -> tuple[Plan | None, float, Exception | None]:
         started = time.perf_counter()
-        failure: Exception | None = None
-        plan = None
+        plan, failure = None, None
         try:
             plan = make_plan(
                 gathered.lengths,
@@ -125,10 +125,7 @@ class StepPacker:
             )
         except Exception as error:  # a planner of the user's own included
             failure = error
-        plan_ms = _ms_since(started)
-        raise_if_any_failed(failure, group=self._group, device=self._device)
-        assert plan is not None
-        return plan, plan_ms
+        return plan, _ms_since(started), failure
 
     def _exchange(
         self, samples: Sequence[SampleTensors], plan: Plan, gathered: GatheredLengths
@@ -144,8 +141,7 @@ class StepPacker:
             {first + i: sample for i, sample in enumerate(samples)},
             destinations=destinations,
             gathered=gathered,
-            group=self._group,
-            device=self._device,
+            **self._ranks,
         )
         alignment = self._config.topology.alignment
         return tuple(
@@ -217,12 +213,12 @@ def samples_of_row(item: dict[str, Any]) -> list[SampleTensors]:
         edges = [0, int(_flat(item, "original_seq_len"))]
     else:
         raise PackingError(
-            f"a dataset's item has the fields {sorted(item)}; packing needs original_seq_len (VarlenDataset) or cu_seqlens "
-            "(SFTDataset). Derive your dataset from one of them."
+            f"a dataset's item has the fields {sorted(item)}; packing needs original_seq_len (VarlenDataset) or "
+            "cu_seqlens (SFTDataset). Derive your dataset from one of them."
         )
     return [
         SampleTensors(tokens_L=tokens[a:b], labels_L=labels[a:b], loss_mask_L=mask[a:b].float())
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in itertools.pairwise(edges)
         if b > a
     ]
 

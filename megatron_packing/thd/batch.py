@@ -12,6 +12,7 @@ Two samples of real lengths 7 and 2, aligned to 4 tokens (T = 12 rows):
 Dimensions: T rows of the pack, S samples in it.
 """
 
+import itertools
 from dataclasses import dataclass, fields
 
 import torch
@@ -108,7 +109,7 @@ def _check_boundaries(name: str, boundaries: Tensor, total: int | None) -> int:
             "one-dimensional, with at least two entries."
         )
     values = boundaries.tolist()
-    differences = [after - before for before, after in zip(values, values[1:], strict=False)]
+    differences = [after - before for before, after in itertools.pairwise(values)]
     if values[0] != 0:
         raise PackingError(f"PackedBatch.{name} starts at {values[0]}; it must start at 0.")
     if min(differences) <= 0:

@@ -10,6 +10,8 @@ CP 2:
 Equal to Transformer Engine's `thd_get_partitioned_indices`, without needing CUDA.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ def rows_of_cp_rank(cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> Te
     if cp_size == 1:
         return torch.arange(edges[-1])
     pieces = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         if (end - start) % (2 * cp_size):
             raise PackingError(
                 f"a sample of {end - start} rows cannot be cut in 2*CP = {2 * cp_size} equal chunks; pad it first."
