@@ -117,19 +117,12 @@ def step_lower_bound(
     total = float(costs.sum())
     if total == 0:
         return 1.0
-    dearest = np.argsort(-costs, kind="stable")
-    place = np.empty(len(costs), dtype=np.int64)
-    place[dearest] = np.arange(len(costs))
-    cheapest = np.argsort(costs / padded, kind="stable")
+    dearest, cheapest = np.argsort(-costs, kind="stable"), np.argsort(costs / padded, kind="stable")
     cost_before, tokens_before = _before(costs[dearest]), _before(padded[dearest])
-    best = total / dp
-    for k in range(1, min(dp, len(costs)) + 1):
-        homeless = int(tokens_before[-1] - tokens_before[k]) - (dp - k) * num_microbatches * capacity
-        extra = 0.0
-        if homeless > 0:
-            rest = cheapest[place[cheapest] >= k]
-            extra = float(np.interp(homeless, _before(padded[rest]), _before(costs[rest])))
-        best = max(best, float(cost_before[k] + extra) / k)
+    k = np.arange(1, min(dp, len(costs)) + 1)
+    homeless = tokens_before[-1] - tokens_before[k] - (dp - k) * float(num_microbatches * capacity)
+    extra = np.interp(np.maximum(0, homeless), _before(padded[cheapest]), _before(costs[cheapest]))
+    best = max(total / dp, float(((cost_before[k] + extra) / k).max()))
     return best / (total / dp)
 
 

@@ -167,6 +167,8 @@ SQUARES = CostModel(linear=0, quadratic=1)
         ([12, 1], 2, None, 144 / 72.5),  # one long sample: its row takes as long as it
         # The three of 9 take two rows of two ranks: 81 + 81 over the mean, although no sample is dearer than 81.
         ([9, 9, 9], 2, None, 2 * 81 / (3 * 81 / 2)),
+        # One row with the 12 carries 216 of 432 at most; two ranks share the rest, in rows of their own.
+        ([12] + [6] * 8, 2, None, (144 + 216 / 2) / 216),
         ([2, 2, 2], 2, 1, 2 * 4 / (3 * 4 / 2)),  # max_seqs alone makes two rows
         ([3, 3, 3, 3, 3], 1, None, 1.0),
     ],

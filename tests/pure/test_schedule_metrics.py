@@ -110,6 +110,11 @@ def test_the_plans_cost_model_decides_the_imbalance() -> None:
     assert make_plan(lengths, topology=Topology(dp=2), cost=nothing).metrics(lengths).step_imbalance == 1.0
 
 
+def test_bounds_are_of_padded_tokens() -> None:
+    lengths = [5] * 4  # 20 tokens, 32 padded; a pack holds 24
+    assert make_plan(lengths, topology=Topology(cp=2), max_tokens_per_rank=12).metrics(lengths).packs_lower_bound == 2
+
+
 def test_max_seqs_raises_the_bounds() -> None:
     lengths = [1] * 3
     metrics = make_plan(lengths, topology=Topology(dp=2), max_seqs=1, max_tokens_per_rank=8).metrics(lengths)

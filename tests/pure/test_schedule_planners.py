@@ -77,6 +77,10 @@ def test_first_fit_halves_the_fullest_pack_first() -> None:
     assert groups([4, 4, 1, 2, 2, 2], "first_fit", dp=4) == [[0], [2, 3], [1], [4, 5]]
 
 
+def test_first_fit_halves_the_halves_again() -> None:
+    assert sorted(groups([1] * 8, "first_fit", dp=8)) == [[i] for i in range(8)]
+
+
 @pytest.mark.parametrize(
     ("lengths", "parts"),
     [
