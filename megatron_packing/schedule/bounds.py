@@ -1,4 +1,4 @@
-"""How good could any plan be? Lower bounds; O(N log N), about 1 ms for 5,000 samples.
+"""How good could any plan be? Lower bounds; O(N log N), about 1 ms each for 5,000 samples.
 
 A bound is no promise that a plan reaches it: it says where searching further is pointless.
 Imbalances are ratios over the mean rank, so 1.0 is perfect.

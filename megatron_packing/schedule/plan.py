@@ -1,4 +1,4 @@
-"""What is a plan, and when is it right? Checking one is linear in its samples, about 1 ms for 5,000.
+"""What is a plan, and when is it right? Checking one is linear in its samples, 1 to 3 ms for 5,000.
 
 A planner gets a `Problem` and answers with packs: lists of sample ids in the order in which they run, `dp` of them
 to a microbatch. Pack `i` runs in microbatch `i // dp` on DP rank `i % dp`.
