@@ -14,9 +14,9 @@ measured after 30 iterations. Single elements near zero differ by much more, so 
 LOGITS = 1e-6
 """Logits or losses of one forward pass in fp32 against the same samples one by one, times max(1, |value|)."""
 
-ATTENTION_FP32 = 1e-6
-"""Largest error of fp32 attention, outputs and gradients, relative to the largest absolute value of the reference:
-a few units in the last place (1.2e-7 each) over sums of tens of terms."""
+ATTENTION_FP32 = 2e-6
+"""Largest error of fp32 attention, outputs and gradients, relative to the largest absolute value of the reference, but
+never less than 1: 1.8e-6 was measured over 1,800 random cases of up to 64 rows (keys shared by all heads)."""
 
 BF16_ERROR_FACTOR = 2.0
 """Error in bf16 against the fp32 reference may be this many times that of a plain bf16 run on each sample alone: the

@@ -65,8 +65,14 @@ class PackedBatch:
                 f"PackedBatch.cu_seqlens has {self.cu_seqlens.numel() - 1} samples, cu_seqlens_padded "
                 f"{self.cu_seqlens_padded.numel() - 1}."
             )
-        if bool((self.cu_seqlens.diff() > self.cu_seqlens_padded.diff()).any()):
+        padding = self.cu_seqlens_padded.diff() - self.cu_seqlens.diff()
+        if bool((padding < 0).any()):
             raise PackingError("PackedBatch: a sample is longer than its padded length.")
+        if not padding.any():
+            raise PackingError(
+                "PackedBatch: cu_seqlens equals cu_seqlens_padded, but they are two tensors. Hand in one tensor for "
+                "both: kernels tell by its identity that nothing is padded."
+            )
 
     @property
     def num_samples(self) -> int:

@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from megatron_packing import to_packed_seq_params
+from megatron_packing.mcore.params import padding_mask
+from megatron_packing.thd import PackedBatch, build_pack, dummy_pack
+from tests.torch.toys import numbered
+
+BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+
+PACKS = [
+    pytest.param(build_pack(numbered([8, 4]), alignment=4), id="aligned-already"),
+    pytest.param(build_pack(numbered([7, 2]), alignment=4), id="padded"),
+    pytest.param(build_pack(numbered([5]), alignment=1), id="one-sample"),
+    pytest.param(dummy_pack(alignment=4), id="dummy"),
+]
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_what_holds_for_every_pack(pack: PackedBatch) -> None:
+    params = to_packed_seq_params(pack)
+    assert params.qkv_format == "thd"
+    assert params.pad_between_seqs is False  # None would be a guess of Transformer Engine's, and silently wrong
+    for name in BOUNDARIES:
+        boundaries = getattr(params, name)
+        assert boundaries is pack.cu_seqlens_padded, name  # by identity: equal copies lose the fastest kernels
+        assert boundaries.dtype == torch.int32
+        assert boundaries.dim() == 1
+        assert int(boundaries[-1]) == pack.num_rows
+    assert type(params.max_seqlen_q) is int
+    assert type(params.max_seqlen_kv) is int
+    assert params.max_seqlen_q == params.max_seqlen_kv == int(pack.cu_seqlens_padded.diff().max())
+
+
+def test_without_padding_real_and_padded_are_one_tensor() -> None:
+    pack = build_pack(numbered([8, 4]), alignment=4)
+    params = to_packed_seq_params(pack)
+    assert params.cu_seqlens_q is params.cu_seqlens_q_padded is pack.cu_seqlens
+    assert params.cu_seqlens_q.tolist() == [0, 8, 12]
+    assert padding_mask(pack) is None
+
+
+def test_without_padding_they_are_one_tensor_after_a_move_too() -> None:
+    pack = build_pack(numbered([8, 4]), alignment=4).to("cpu")
+    params = to_packed_seq_params(pack)
+    assert all(getattr(params, name) is pack.cu_seqlens for name in BOUNDARIES)
+
+
+def test_with_padding_the_padded_boundaries_stand_for_both() -> None:
+    pack = build_pack(numbered([7, 2]), alignment=4)
+    params = to_packed_seq_params(pack)
+    assert params.cu_seqlens_q is pack.cu_seqlens_padded
+    assert params.cu_seqlens_q.tolist() == [0, 8, 12]
+    assert params.max_seqlen_q == 8
+    mask = padding_mask(pack)
+    assert mask is not None
+    assert mask.dtype == torch.bool
+    assert mask.tolist() == [[False] * 7 + [True] + [False] * 2 + [True] * 2]
