@@ -41,7 +41,8 @@ def exchange_samples(
         return dict(mine)
     rank, ranks = group.rank(), group.size()
     owners = gathered.owners()
-    outgoing = [[i for i in mine if destinations[i] == to] for to in range(ranks)]
+    # Ascending ids on both sides: the wire carries no names.
+    outgoing = [[i for i in sorted(mine) if destinations[i] == to] for to in range(ranks)]
     incoming = [
         [i for i, owner in enumerate(owners) if owner == source and destinations[i] == rank] for source in range(ranks)
     ]

@@ -1,0 +1,177 @@
+"""What the ranks of the pool run. Arguments and answers are plain values: tensors stay in the processes."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_packing.comm.exchange import exchange_samples
+from megatron_packing.comm.failures import raise_if_any_failed
+from megatron_packing.comm.lengths import GatheredLengths, check_same, gather_lengths
+from megatron_packing.config import PackingConfig
+from megatron_packing.errors import SampleError
+from megatron_packing.mcore import iterator
+from megatron_packing.thd import SampleTensors
+from tests.gloo.pool import group_of
+
+# One sample: tokens, labels, and the bits of its loss mask as int32.
+type Sample = tuple[list[int], list[int], list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """What one rank brings to `gather`."""
+
+    lengths: list[int]
+    targets: list[int]
+    counters: tuple[int, ...] = ()
+    failure: str | None = None
+
+
+def outcome(run: Callable[[], Any]) -> tuple[str, Any]:
+    """("returned", the answer), or the error's type and text. Errors are an answer here, not a failed task."""
+    try:
+        return "returned", run()
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def gather(drawn: Drawn, ranks: int, limit: int) -> tuple[str, Any]:
+    failure = None if drawn.failure is None else SampleError("rows.jsonl", 3, drawn.failure)
+    return outcome(
+        lambda: asdict(
+            gather_lengths(
+                drawn.lengths,
+                drawn.targets,
+                limit=limit,
+                group=group_of(ranks),
+                device="cpu",
+                counters=drawn.counters,
+                failure=failure,
+            )
+        )
+    )
+
+
+def agree(value: int | str, ranks: int) -> tuple[str, Any]:
+    """`check_same` of a number; a text is this rank's failure."""
+    failure = ValueError(value) if isinstance(value, str) else None
+    number = 0 if isinstance(value, str) else value
+    return outcome(lambda: check_same(number, "the answer", group=group_of(ranks), device="cpu", failure=failure))
+
+
+def fail_together(text: str | None, ranks: int) -> tuple[str, Any]:
+    failure = None if text is None else ValueError(text)
+    return outcome(lambda: raise_if_any_failed(failure, group=group_of(ranks), device="cpu"))
+
+
+def exchange(
+    mine: list[tuple[int, Sample]], destinations: list[int], gathered: GatheredLengths, ranks: int
+) -> dict[int, Sample]:
+    """`mine` in the order in which this rank happens to hold it."""
+    received = exchange_samples(
+        {sample_id: _tensors(sample) for sample_id, sample in mine},
+        destinations=destinations,
+        gathered=gathered,
+        group=group_of(ranks),
+        device="cpu",
+    )
+    return {sample_id: _plain(sample) for sample_id, sample in received.items()}
+
+
+def _tensors(sample: Sample) -> SampleTensors:
+    tokens, labels, bits = sample
+    return SampleTensors(
+        tokens_L=torch.tensor(tokens),
+        labels_L=torch.tensor(labels),
+        loss_mask_L=torch.tensor(bits, dtype=torch.int32).view(torch.float32),
+    )
+
+
+def _plain(sample: SampleTensors) -> Sample:
+    assert sample.tokens_L.dtype == sample.labels_L.dtype == torch.int64
+    assert sample.loss_mask_L.dtype == torch.float32
+    return sample.tokens_L.tolist(), sample.labels_L.tolist(), sample.loss_mask_L.view(torch.int32).tolist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One item of a made-up dataset: a sample of `length` tokens that start at `first`, or why there is none."""
+
+    length: int = 0
+    first: int = 0
+    dropped: str | None = None
+    truncated: bool = False
+    raises: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packs:
+    """What `StepPacker.pack` made on one rank."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    labels: list[list[int]] = field(default_factory=list)
+    loss_mask: list[list[float]] = field(default_factory=list)
+    boundaries: list[list[int]] = field(default_factory=list)
+    is_dummy: list[bool] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    truncated: int = 0
+    digest: int = -1
+
+
+def pack_steps(rows: list[list[Row]], config: PackingConfig, ranks: int) -> list[tuple[str, Any]]:
+    """Pack one step for each list of rows, on one packer."""
+    packer = iterator.StepPacker(config, group=group_of(ranks), device="cpu")
+    return [outcome(lambda step=step: _pack(packer, step)) for step in rows]
+
+
+def pack_more_than_there_is(
+    count_and_rows: tuple[int, list[Row]], config: PackingConfig, ranks: int
+) -> tuple[str, Any]:
+    count, rows = count_and_rows
+    packer = iterator.StepPacker(config, group=group_of(ranks), device="cpu")
+    return outcome(lambda: packer.pack(map(_item, rows), count).figures.samples)
+
+
+def pack_under(config: PackingConfig, rows: list[Row], ranks: int) -> tuple[str, Any]:
+    """The same rows on every rank, but each under settings of its own."""
+    packer = iterator.StepPacker(config, group=group_of(ranks), device="cpu")
+    return outcome(lambda: packer.pack(map(_item, rows), len(rows)).figures.samples)
+
+
+def _pack(packer: iterator.StepPacker, rows: list[Row]) -> Packs:
+    with mock.patch.object(iterator, "check_same", wraps=check_same) as compared:
+        step = packer.pack(map(_item, rows), len(rows))
+    batches = step.batches
+    return Packs(
+        tokens=[batch.tokens_T.tolist() for batch in batches],
+        labels=[batch.labels_T.tolist() for batch in batches],
+        loss_mask=[batch.loss_mask_T.tolist() for batch in batches],
+        boundaries=[batch.cu_seqlens.tolist() for batch in batches],
+        is_dummy=[batch.is_dummy for batch in batches],
+        figures=asdict(step.figures),
+        dropped=dict(packer.dropped),
+        truncated=packer.truncated,
+        digest=compared.call_args.args[0],
+    )
+
+
+def _item(row: Row) -> dict[str, Any]:
+    """As the loader hands it over: collated to a batch of one."""
+    if row.raises is not None:
+        raise SampleError("rows.jsonl", 3, row.raises)
+    if row.dropped is not None:
+        return {"dropped": [row.dropped], "original_seq_len": torch.zeros(1, 1)}
+    tokens = torch.arange(row.first, row.first + row.length + 2)  # two tokens of padding
+    item = {
+        "tokens": tokens[None],
+        "labels": tokens[None] + 1,
+        "loss_mask": (tokens[None] - row.first < row.length).float(),
+        "position_ids": torch.arange(tokens.numel())[None],
+        "original_seq_len": torch.tensor([[row.length]], dtype=torch.int32),
+        "padded_seq_len": torch.tensor([[tokens.numel()]], dtype=torch.int32),
+    }
+    return {**item, "truncated": torch.tensor([True])} if row.truncated else item

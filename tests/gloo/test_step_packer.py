@@ -1,0 +1,194 @@
+"""A whole step, from what each rank draws to the packs that it runs."""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_packing.config import PackingConfig
+from megatron_packing.schedule import make_plan
+from megatron_packing.topology import Topology
+from tests.gloo import tasks
+from tests.gloo.pool import GlooPool
+from tests.gloo.tasks import Packs, Row
+
+pytestmark = pytest.mark.gloo
+
+CAPACITY = 8
+
+
+def config(dp: int, **changes: object) -> PackingConfig:
+    values = {"seq_length": CAPACITY, "scheduler": "first_fit", "max_tokens_per_rank": CAPACITY, **changes}
+    return PackingConfig(topology=Topology(dp=dp), **values)  # type: ignore[arg-type]
+
+
+def rows(*lengths: int | None) -> list[Row]:
+    """Samples of these lengths, of tokens that occur nowhere else; None is a row that was dropped."""
+    return [
+        Row(dropped="no_targets") if length is None else Row(length=length, first=100 * (i + 1))
+        for i, length in enumerate(lengths)
+    ]
+
+
+def shared_out(drawn: list[Row], ranks: int) -> list[list[Row]]:
+    """As Megatron's sampler does: each rank takes the same number of consecutive rows."""
+    each = len(drawn) // ranks
+    assert each * ranks == len(drawn)
+    return [drawn[rank * each : (rank + 1) * each] for rank in range(ranks)]
+
+
+def pack_step(pool: GlooPool, of_rank: list[list[Row]], asked: PackingConfig | None = None) -> list[Packs]:
+    """The packs of one step on each rank."""
+    ranks = len(of_rank)
+    steps = [[step] for step in of_rank]
+    answers = pool.run(tasks.pack_steps, asked or config(ranks), ranks, of_rank=steps, ranks=ranks)
+    assert [kind for ((kind, _),) in answers] == ["returned"] * ranks, answers
+    return [packs for ((_, packs),) in answers]
+
+
+def samples_in(packs: Sequence[Packs]) -> Counter[tuple[int, ...]]:
+    """The real samples in all packs of all ranks; each is checked to be whole: labels and weights still its own."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for of_rank in packs:
+        fields = zip(of_rank.tokens, of_rank.labels, of_rank.loss_mask, of_rank.boundaries, strict=True)
+        for (tokens, labels, mask, boundaries), is_dummy in zip(fields, of_rank.is_dummy, strict=True):
+            assert len(tokens) <= CAPACITY
+            assert is_dummy == (not any(mask))
+            if is_dummy:
+                continue
+            assert labels == [token + 1 for token in tokens]
+            assert mask == [1.0] * len(tokens)
+            found.update(tuple(tokens[a:b]) for a, b in itertools.pairwise(boundaries))
+    return found
+
+
+def samples_of(drawn: Sequence[Row]) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(range(row.first, row.first + row.length)) for row in drawn if row.dropped is None)
+
+
+def check_step(drawn: list[list[Row]], packs: list[Packs]) -> None:
+    """What every step keeps: the samples, equal counts, one plan, the same figures on all ranks."""
+    assert samples_in(packs) == samples_of(list(itertools.chain.from_iterable(drawn)))
+    assert len({len(of_rank.tokens) for of_rank in packs}) == 1
+    assert len({of_rank.digest for of_rank in packs}) == 1
+    measured = {"plan_ms", "exchange_ms"}
+    figures = [{k: v for k, v in of_rank.figures.items() if k not in measured} for of_rank in packs]
+    assert all(of_rank == figures[0] for of_rank in figures)
+    assert figures[0]["microbatches"] == len(packs[0].tokens)
+    assert figures[0]["dummies"] == sum(sum(of_rank.is_dummy) for of_rank in packs)
+
+
+def test_three_full_packs_become_two_a_rank(pool: GlooPool) -> None:
+    drawn = shared_out(rows(8, 8, 4, 4), 2)
+    packs = pack_step(pool, drawn)
+    check_step(drawn, packs)
+    assert [len(of_rank.tokens) for of_rank in packs] == [2, 2]
+    assert not any(packs[0].is_dummy + packs[1].is_dummy)
+    assert sorted(len(tokens) for of_rank in packs for tokens in of_rank.tokens) == [4, 4, 8, 8]
+    assert packs[0].figures["fill"] == 24 / 32
+    assert packs[0].figures["padding_tokens"] == 0
+
+
+def test_a_dropped_row_leaves_a_dummy_that_teaches_nothing(pool: GlooPool) -> None:
+    drawn = shared_out(rows(8, None, 8, 4), 2)
+    packs = pack_step(pool, drawn)
+    check_step(drawn, packs)
+    assert [len(of_rank.tokens) for of_rank in packs] == [2, 2]
+    assert sum(packs[0].is_dummy + packs[1].is_dummy) == 1
+    figures = packs[0].figures
+    assert (figures["samples"], figures["dropped"], figures["targets"], figures["real_tokens"]) == (3, 1, 20, 20)
+    assert figures["padding_tokens"] == 1  # the dummy's one row
+    assert [of_rank.dropped for of_rank in packs] == [{"no_targets": 1}, {}]
+
+
+def test_every_row_of_a_step_dropped(pool: GlooPool) -> None:
+    drawn = shared_out(rows(None, None, None, None), 2)
+    packs = pack_step(pool, drawn)
+    check_step(drawn, packs)
+    assert [of_rank.is_dummy for of_rank in packs] == [[True], [True]]
+    assert packs[0].figures["targets"] == 0
+
+
+def test_a_rank_without_samples_is_given_some(pool: GlooPool) -> None:
+    drawn = shared_out(rows(None, None, 8, 8), 2)
+    packs = pack_step(pool, drawn)
+    check_step(drawn, packs)
+    assert [of_rank.is_dummy for of_rank in packs] == [[False], [False]]
+
+
+def test_one_rank_without_a_group(pool: GlooPool) -> None:
+    drawn = [rows(8, 3, None, 5)]
+    packs = pack_step(pool, drawn)
+    check_step(drawn, packs)
+    assert sorted(len(tokens) for tokens in packs[0].tokens) == [8, 8]
+    assert packs[0].figures["fill"] == 1.0
+
+
+@given(
+    lengths=st.lists(st.one_of(st.integers(1, CAPACITY), st.none()), min_size=1, max_size=12), ranks=st.integers(1, 4)
+)
+@settings(max_examples=50, deadline=None)
+@pytest.mark.parametrize("scheduler", ["first_fit", "dp_balanced"])
+def test_packs_are_the_planner_s_and_hold_the_drawn_samples(
+    pool: GlooPool, scheduler: str, lengths: list[int | None], ranks: int
+) -> None:
+    drawn = shared_out(rows(*lengths, *[None] * (-len(lengths) % ranks)), ranks)
+    asked = config(ranks, scheduler=scheduler)
+    packs = pack_step(pool, drawn, asked)
+    check_step(drawn, packs)
+    kept = [row for row in itertools.chain.from_iterable(drawn) if row.dropped is None]
+    plan = make_plan([row.length for row in kept], scheduler, asked.topology, CAPACITY)
+    for rank, of_rank in enumerate(packs):
+        expected = [
+            [token for i in pack.sample_ids for token in range(kept[i].first, kept[i].first + kept[i].length)] or [0]
+            for pack in plan.rank_packs(rank)
+        ]
+        assert of_rank.tokens == expected
+        assert of_rank.digest == plan.digest()
+
+
+def test_counts_grow_from_step_to_step(pool: GlooPool) -> None:
+    steps = [[Row(length=4, first=100, truncated=True), Row(dropped="empty")], [Row(dropped="empty"), *rows(4)]]
+    answers = pool.run(tasks.pack_steps, config(2), 2, of_rank=[steps, steps], ranks=2)
+    for (_, first), (_, second) in answers:
+        assert (first.dropped, first.truncated) == ({"empty": 1}, 1)
+        assert (second.dropped, second.truncated) == ({"empty": 2}, 1)
+        assert (first.figures["dropped"], first.figures["truncated"]) == (2, 2)  # of both ranks, in this step
+        assert (second.figures["dropped"], second.figures["truncated"]) == (2, 0)
+
+
+def test_a_row_that_cannot_be_read_stops_every_rank(pool: GlooPool) -> None:
+    of_rank = [[rows(4, 4)], [[*rows(4), Row(raises="is cut short")]]]
+    answers = pool.run(tasks.pack_steps, config(2), 2, of_rank=of_rank, ranks=2)
+    assert answers[0] == [("PackingError", "rank 1 of 2 failed: rows.jsonl:3: is cut short")]
+    assert answers[1] == [("SampleError", "rows.jsonl:3: is cut short")]
+
+
+def test_a_sample_longer_than_a_pack_stops_every_rank(pool: GlooPool) -> None:
+    answers = pool.run(tasks.pack_steps, config(2), 2, of_rank=[[rows(4, 4)], [rows(4, 9)]], ranks=2)
+    for ((kind, text),) in answers:
+        assert kind == "CapacityError"
+        assert "Sample 3 has 9 tokens" in text
+
+
+def test_data_that_ends_within_a_step_stops_every_rank(pool: GlooPool) -> None:
+    counts_and_rows = [rows(4, 4), rows(4)]
+    answers = pool.run(
+        tasks.pack_more_than_there_is, config(2), 2, of_rank=[(2, drawn) for drawn in counts_and_rows], ranks=2
+    )
+    text = "the data ended in the middle of a step; lower --train-iters or add rows."
+    assert answers == [("PackingError", f"rank 1 of 2 failed: {text}"), ("PackingError", text)]
+
+
+def test_ranks_under_different_settings_do_not_train_on_two_plans(pool: GlooPool) -> None:
+    same = config(2)
+    assert pool.run(tasks.pack_under, rows(4, 4), 2, of_rank=[same, same], ranks=2) == [("returned", 4)] * 2
+    for other in (replace(same, max_seqs=1), replace(same, scheduler="dp_balanced")):
+        answers = pool.run(tasks.pack_under, rows(4, 4), 2, of_rank=[same, other], ranks=2)
+        for kind, text in answers:
+            assert kind == "PackingError"
+            assert text.startswith("the plan of this step differs between data-parallel ranks")
