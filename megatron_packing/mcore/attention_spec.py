@@ -119,18 +119,17 @@ class PackedDotProductAttention(MegatronModule):
         return tensor_parallel.get_cuda_rng_tracker().fork()
 
 
-def check_attention_honours_boundaries(model_chunks: list[nn.Module]) -> None:
-    """Refuse a model in which some attention would look across samples.
+def check_attention_honours_boundaries(chunk: nn.Module) -> None:
+    """Refuse a model chunk in which some attention would look across samples.
 
     Raises:
         ConfigError: a core attention is Megatron's local `DotProductAttention`.
     """
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    for chunk in model_chunks:
-        for name, module in chunk.named_modules():
-            if isinstance(module, DotProductAttention):
-                raise ConfigError(
-                    f"{name} is {type(module).__name__}, which cannot honour the boundaries between samples. Leave "
-                    "--spec out, or put PackedDotProductAttention or TEDotProductAttention in its place."
-                )
+    for name, module in chunk.named_modules():
+        if isinstance(module, DotProductAttention):
+            raise ConfigError(
+                f"{name} is {type(module).__name__}, which cannot honour the boundaries between samples. Leave --spec "
+                "out, or put PackedDotProductAttention or TEDotProductAttention in its place."
+            )

@@ -19,6 +19,7 @@ the Megatron flags that a CPU run needs and the user left open.
 """
 
 import collections
+import functools
 import os
 import types
 from collections.abc import Callable, Sequence
@@ -50,6 +51,7 @@ def missing_flags(argv: Sequence[str]) -> list[str]:
     return [word for flag, spellings in _NEEDED_FLAGS if not given.intersection(spellings) for word in flag]
 
 
+@functools.cache  # once a process, however often it is asked for
 def install() -> None:
     """Stand in for the CUDA runtime, for the rest of the process. Call before importing Megatron."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing to compile for; saves seconds at start
@@ -61,6 +63,7 @@ def install() -> None:
     _DeviceRewriter().__enter__()
 
 
+@functools.cache
 def patch_megatron() -> None:
     """Mend what Megatron-Core's wheel cannot do without a GPU. Imports Megatron."""
     _keep_random_state_at_warmup()

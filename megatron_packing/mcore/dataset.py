@@ -333,11 +333,12 @@ def make_provider(config: PackingConfig) -> Callable[..., Any]:
         dataset_class = dataset_class_of(config.dataset)
         dataset_config = dataset_config_of(config)
         _check_sources(dataset_class, dataset_config)
-        return tuple(
-            BlendedMegatronDatasetBuilder(
-                dataset_class, num_samples, lambda: get_tensor_model_parallel_rank() == 0, dataset_config
-            ).build()
-        )
+        datasets = BlendedMegatronDatasetBuilder(
+            dataset_class, num_samples, lambda: get_tensor_model_parallel_rank() == 0, dataset_config
+        ).build()
+        # Megatron cannot load from an empty split (--eval-iters 0); where nothing is asked, there is none.
+        train, valid, test = (built if wanted else None for built, wanted in zip(datasets, num_samples, strict=True))
+        return train, valid, test
 
     provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron: called on every rank
     return provider

@@ -66,21 +66,10 @@ class PackedStepRunner:
         return run
 
     def _prepare(self, chunks: list[nn.Module]) -> None:
-        """Once for each model chunk: the hooks, and shapes that may change from pack to pack."""
-        from megatron.core.utils import get_model_config
-
-        from megatron_packing.mcore.attention_spec import check_attention_honours_boundaries
-
         for chunk in chunks:
-            if chunk in self._prepared:
-                continue
-            check_attention_honours_boundaries([chunk])
-            config = get_model_config(chunk)
-            config.variable_seq_lengths = True  # argument validation hard-codes False
-            chunk.register_forward_pre_hook(self._current.hand_in_boundaries, with_kwargs=True)
-            if not config.apply_rope_fusion:  # the fused kernel reads the boundaries itself
-                _restart_rope_in_each_sample(chunk, self._current)
-            self._prepared.add(chunk)
+            if chunk not in self._prepared:
+                prepare_chunk(chunk, self._current)
+                self._prepared.add(chunk)
 
     def _get_packer(self) -> StepPacker:
         """Built at the first step, when Megatron's process groups exist."""
@@ -91,6 +80,24 @@ class PackedStepRunner:
             on_gpu = torch.distributed.get_backend(group) == "nccl"
             self._packer = StepPacker(self._config, group=group, device="cuda" if on_gpu else "cpu")
         return self._packer
+
+
+def prepare_chunk(chunk: nn.Module, current: "CurrentMicrobatch") -> None:
+    """Make a model chunk run packs: once each. `current.batch` is then the pack that its forward is given.
+
+    Raises:
+        ConfigError: the chunk's attention would look across samples.
+    """
+    from megatron.core.utils import get_model_config
+
+    from megatron_packing.mcore.attention_spec import check_attention_honours_boundaries
+
+    check_attention_honours_boundaries(chunk)
+    config = get_model_config(chunk)
+    config.variable_seq_lengths = True  # packs differ in length; argument validation hard-codes False
+    chunk.register_forward_pre_hook(current.hand_in_boundaries, with_kwargs=True)
+    if not config.apply_rope_fusion:  # the fused kernel reads the boundaries itself
+        _restart_rope_in_each_sample(chunk, current)
 
 
 class CurrentMicrobatch:

@@ -1,0 +1,17 @@
+"""Datasets that a test hands to a run through --packing-dataset."""
+
+from typing import Any
+
+import torch
+
+from megatron_packing import VarlenDataset
+
+
+class MaskedSteps(VarlenDataset):
+    """Steps 3 and 7 of 8 samples each have their targets masked, every one."""
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        item = super().__getitem__(idx)
+        if idx // 8 in (2, 6):
+            item["loss_mask"] = torch.zeros_like(item["loss_mask"])
+        return item

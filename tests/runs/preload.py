@@ -1,0 +1,11 @@
+"""Imported once by the fork server, so that each test run starts in a forked process with Megatron in memory."""
+
+from megatron_packing.mcore import cpu_runtime
+
+cpu_runtime.install()
+cpu_runtime.patch_megatron()
+
+import megatron.training.training  # noqa: E402, F401  after the CUDA runtime is stood in for
+import torch  # noqa: E402
+
+torch.set_num_threads(1)  # no thread pool may exist before the fork, and results must not depend on cores
