@@ -1,5 +1,6 @@
 """How do flags get into a file? `configs/NAME.yaml` holds them as keys; the command line wins."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,28 +15,38 @@ def merge_flags(path: Path, argv: Sequence[str]) -> list[str]:
     switch, a list for a flag with several values; `false` and `null` leave the flag out.
 
     Raises:
-        ConfigError: the file is missing, is no mapping, or holds a nested value.
+        ConfigError: the file is missing, is no mapping, sets a flag twice, or holds a nested value.
     """
     given = {word.split("=", 1)[0] for word in argv if word.startswith("--")}
     flags: list[str] = []
     for key, value in _load(path).items():
-        flag = "--" + str(key).replace("_", "-")
+        flag = _flag(key)
         if flag not in given:
             flags += _as_words(path, flag, value)
     return [*flags, *argv]
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _flag(key: Any) -> str:
+    return "--" + str(key).replace("_", "-")
+
+
+def _load(path: Path) -> dict[Any, Any]:
     import yaml
 
     if not path.is_file():
         raise ConfigError(f"--config {path}: no such file. Give a YAML file of flags, such as those in configs/.")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: holds {type(content).__name__}; it must map flags to values.")
+    # A dictionary keeps the last of equal keys and would hide the others: look at the keys as they were written.
+    written = Counter(_flag(key.value) for key, _ in yaml.compose(text, Loader=yaml.SafeLoader).value)
+    for flag, times in written.items():
+        if times > 1:
+            raise ConfigError(f"--config {path}: sets {flag} {times} times. Keep one of them.")
     return content
 
 

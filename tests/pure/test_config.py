@@ -1,0 +1,328 @@
+import re
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_packing import config
+from megatron_packing.config import PackingConfig, check_megatron_flags
+from megatron_packing.errors import ConfigError
+from megatron_packing.schedule import SCHEDULERS
+from megatron_packing.topology import Topology
+from tests import strategies
+
+
+def packed(**changes: Any) -> PackingConfig:
+    values = {"topology": Topology(), "seq_length": 16, "scheduler": "first_fit", "max_tokens_per_rank": 16, **changes}
+    return PackingConfig(**values)
+
+
+def complaint_about_capacity(**changes: Any) -> str | None:
+    """What is said of the capacity, whatever else is wrong with the settings."""
+    try:
+        packed(**changes)
+    except ConfigError as error:
+        return str(error) if str(error).startswith("--max-seqlen-per-dp-cp-rank") else None
+    return None
+
+
+# --- our own settings -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheduler", sorted(SCHEDULERS))
+def test_ordinary_settings_pass(scheduler: str) -> None:
+    chosen = packed(topology=Topology(dp=8), scheduler=scheduler, max_seqs=4, overlong="truncate", bad_rows="skip")
+    assert chosen.packed
+    assert chosen.capacity == 16
+
+
+def test_the_reference_run_asks_nothing_of_packing() -> None:
+    padded = packed(scheduler=None, max_tokens_per_rank=0, attention="stock", topology=Topology(cp=2, tp=2, pp=2))
+    assert not padded.packed
+
+
+def test_settings_cannot_change_later() -> None:
+    with pytest.raises(FrozenInstanceError):
+        packed().seq_length = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"seq_length": 0}, "--seq-length 0: must be at least 1", id="seq-length"),
+        pytest.param({"log_interval": 0}, "--packing-log-interval 0: must be at least 1", id="log-interval"),
+        pytest.param({"max_seqs": 0}, "--thd-max-packed-sequences 0: must be at least 1", id="max-seqs"),
+        pytest.param(
+            {"max_tokens_per_rank": 0}, "--max-seqlen-per-dp-cp-rank 0: must be at least 1", id="capacity-zero"
+        ),
+        pytest.param(
+            {"overlong": "cut"},
+            "--packing-overlong cut: .*choose one of error, drop, truncate, truncate-left, split",
+            id="overlong",
+        ),
+        pytest.param({"bad_rows": "drop"}, "--packing-bad-rows drop: .*choose one of error, skip", id="bad-rows"),
+        pytest.param({"attention": "stock"}, "--packing-attention stock: .*Use auto, sdpa or te", id="stock-attention"),
+    ],
+)
+def test_a_wrong_setting_names_its_flag_and_a_way_out(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        packed(**changes)
+
+
+def test_an_unknown_scheduler_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="--sequence-packing-scheduler best: unknown; choose one of ") as raised:
+        packed(scheduler="best")
+    assert all(name in str(raised.value) for name in SCHEDULERS)
+
+
+# Layouts whose packed run is not proven yet: each leaves this list with the proof.
+UNPROVEN = [
+    pytest.param({"cp": 2}, "--context-parallel-size 2", id="cp"),
+    pytest.param({"tp": 2}, "--tensor-model-parallel-size 2", id="tp"),
+    pytest.param({"tp": 2, "sequence_parallel": True}, "--tensor-model-parallel-size 2", id="tp-sp"),
+    pytest.param({"pp": 2}, "--pipeline-model-parallel-size 2", id="pp"),
+    pytest.param({"vpp": 2, "pp": 2}, "pipeline", id="vpp"),
+    pytest.param({"ep": 2}, "--expert-model-parallel-size 2", id="ep"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "flag"), UNPROVEN)
+def test_an_unproven_layout_is_refused(sizes: dict[str, int], flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}.*the limit is 1. Set it to 1, or leave packing out"):
+        packed(topology=Topology(**sizes))
+    packed(topology=Topology(**sizes), scheduler=None)  # the reference run may use it
+
+
+# --- capacity -------------------------------------------------------------------------------------
+
+CP2_TP2 = Topology(cp=2, tp=2, sequence_parallel=True)  # alignment 8
+
+
+def test_a_capacity_that_is_no_multiple_of_the_alignment_is_refused() -> None:
+    said = complaint_about_capacity(topology=CP2_TP2, max_tokens_per_rank=14)
+    assert said is not None
+    assert "28 tokens = 14 per rank x CP 2" in said
+    assert "multiple of the alignment, 8 tokens" in said
+    assert "Use 12 or 16." in said
+    for fine in (12, 16):
+        assert complaint_about_capacity(topology=CP2_TP2, max_tokens_per_rank=fine) is None
+
+
+@pytest.mark.parametrize(
+    ("topology", "seq_length", "too_low", "enough"),
+    [(Topology(), 16, 15, 16), (Topology(cp=2), 13, 6, 8), (CP2_TP2, 9, 4, 8), (Topology(cp=3), 7, 2, 4)],
+)
+def test_a_capacity_below_the_longest_sample_is_refused(
+    topology: Topology, seq_length: int, too_low: int, enough: int
+) -> None:
+    """The sample counts with its padding."""
+    said = complaint_about_capacity(topology=topology, seq_length=seq_length, max_tokens_per_rank=too_low)
+    assert said is not None
+    assert f"--seq-length {seq_length}, padded" in said
+    assert f"Raise it to at least {enough} or lower --seq-length" in said
+    assert complaint_about_capacity(topology=topology, seq_length=seq_length, max_tokens_per_rank=enough) is None
+
+
+def test_a_capacity_beyond_int32_is_refused() -> None:
+    said = complaint_about_capacity(max_tokens_per_rank=2**31)
+    assert said is not None
+    assert "does not fit in int32 boundaries; the limit is 2147483647. Lower it." in said
+    assert complaint_about_capacity(max_tokens_per_rank=2**31 - 1) is None
+
+
+@given(topology=strategies.topologies(), max_tokens_per_rank=st.integers(1, 64), seq_length=st.integers(1, 64))
+@settings(max_examples=200)
+def test_a_refused_capacity_names_one_that_is_not(
+    topology: Topology, max_tokens_per_rank: int, seq_length: int
+) -> None:
+    """Following the advice may take two steps, alignment and length, but the larger number always leads out."""
+    tries = [max_tokens_per_rank]
+    while (
+        said := complaint_about_capacity(topology=topology, seq_length=seq_length, max_tokens_per_rank=tries[-1])
+    ) and (len(tries) < 4):
+        tries.append(int(re.findall(r"(?:or|at least) (\d+)", said)[-1]))
+    assert said is None, tries
+    assert tries[-1] * topology.cp % topology.alignment == 0
+    assert tries[-1] * topology.cp >= seq_length
+
+
+@pytest.mark.xfail(strict=True, reason="below one alignment unit the advice still offers 0 tokens")
+def test_a_capacity_below_one_alignment_unit_is_not_advised_to_be_zero() -> None:
+    said = complaint_about_capacity(topology=CP2_TP2, seq_length=1, max_tokens_per_rank=3)
+    assert said is not None
+    assert "Use 4." in said
+
+
+# --- Megatron's settings --------------------------------------------------------------------------
+
+# What Megatron's parser gives for the settings that we look at, in an ordinary run.
+ORDINARY: dict[str, Any] = {
+    "reset_position_ids": False,
+    "reset_attention_mask": False,
+    "eod_mask_loss": False,
+    "fim_data": False,
+    "dataloader_type": None,
+    "full_validation": False,
+    "perform_rl_step": False,
+    "micro_batch_size": 1,
+    "eval_micro_batch_size": None,
+    "cuda_graph_impl": "none",
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "dataloader_inter_document_masking": False,
+    "hybrid_context_parallel": False,
+    "position_embedding_type": "rope",
+    "multi_latent_attention": False,
+    "experimental_attention_variant": None,
+    "num_experts": None,
+    "mtp_num_layers": None,
+    "hybrid_layer_pattern": None,
+    "heterogeneous_layers_config_path": None,
+    "fp8": None,
+    "fp4": None,
+    "fp16": False,
+    "use_torch_fsdp2": False,
+    "use_megatron_fsdp": False,
+    "gtp_weight_remat_size": 1,
+    "logits_load_dir": None,
+    "yaml_cfg": None,
+    "window_size": None,
+    "softmax_type": "vanilla",
+    "qk_clip": False,
+    "log_max_attention_logit": False,
+    "attention_backend": "AttnBackend.auto",
+}
+
+ALWAYS = [
+    ("reset_position_ids", True, "--reset-position-ids"),
+    ("reset_attention_mask", True, "--reset-attention-mask"),
+    ("eod_mask_loss", True, "--eod-mask-loss"),
+    ("fim_data", True, "--fim-data"),
+    ("dataloader_type", "external", "--dataloader-type external"),
+    ("full_validation", True, "--full-validation"),
+    ("perform_rl_step", True, "--perform-rl-step"),
+]
+PACKED = [
+    ("micro_batch_size", 2, "--micro-batch-size 2"),
+    ("eval_micro_batch_size", 4, "--eval-micro-batch-size 4"),
+    ("cuda_graph_impl", "local", "--cuda-graph-impl local"),
+    ("cuda_graph_impl", "transformer_engine", "--cuda-graph-impl transformer_engine"),
+    ("cuda_graph_impl", "full_iteration", "--cuda-graph-impl full_iteration"),
+    ("enable_cuda_graph", True, "--enable-cuda-graph"),
+    ("external_cuda_graph", True, "--external-cuda-graph"),
+    ("overlap_moe_expert_parallel_comm", True, "--overlap-moe-expert-parallel-comm"),
+    ("dataloader_inter_document_masking", True, "--dataloader-inter-document-masking"),
+    ("hybrid_context_parallel", True, "--hybrid-context-parallel"),
+    ("position_embedding_type", "yarn", "--position-embedding-type yarn"),
+    ("position_embedding_type", "mrope", "--position-embedding-type mrope"),
+    ("position_embedding_type", "relative", "--position-embedding-type relative"),
+    ("multi_latent_attention", True, "--multi-latent-attention"),
+    ("experimental_attention_variant", "dsa", "--experimental-attention-variant dsa"),
+    ("num_experts", 8, "--num-experts 8"),
+    ("mtp_num_layers", 1, "--mtp-num-layers 1"),
+    ("hybrid_layer_pattern", "M*M*", r"--hybrid-layer-pattern M\*M\*"),
+    ("heterogeneous_layers_config_path", "layers.json", "--heterogeneous-layers-config-path"),
+    ("fp8", "hybrid", "--fp8-format hybrid"),
+    ("fp4", "e2m1", "--fp4-format e2m1"),
+    ("fp16", True, "--fp16"),
+    ("use_torch_fsdp2", True, "--use-torch-fsdp2"),
+    ("use_megatron_fsdp", True, "--use-megatron-fsdp"),
+    ("gtp_weight_remat_size", 2, "--gtp-weight-remat-size 2"),
+    ("logits_load_dir", "logits", "--logits-load-dir"),
+    ("yaml_cfg", "model.yaml", "--yaml-cfg"),
+]
+OUR_ATTENTION = [
+    ("window_size", (128, 0), r"--window-size \(128, 0\)"),
+    ("softmax_type", "learnable", "--softmax-type learnable"),
+    ("qk_clip", True, "--qk-clip"),
+    ("log_max_attention_logit", True, "--log-max-attention-logit"),
+    ("attention_backend", "AttnBackend.local", "--attention-backend local"),
+]
+
+
+def refused(setting: str, value: Any, *, packed: bool = True, attention: str = "sdpa") -> str | None:
+    try:
+        check_megatron_flags({**ORDINARY, setting: value}, packed=packed, attention=attention)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "te", "stock"])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_an_ordinary_run_passes(is_packed: bool, attention: str) -> None:
+    check_megatron_flags(ORDINARY, packed=is_packed, attention=attention)
+    check_megatron_flags({}, packed=is_packed, attention=attention)  # a Megatron that knows none of these
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("dataloader_type", "single"),
+        ("dataloader_type", "cyclic"),
+        ("micro_batch_size", None),  # its default before Megatron's own validation
+        ("eval_micro_batch_size", 1),
+        ("cuda_graph_impl", None),
+        ("position_embedding_type", "learned_absolute"),
+        ("position_embedding_type", "none"),
+        ("gtp_weight_remat_size", None),
+        ("softmax_type", None),
+    ],
+)
+def test_what_else_is_ordinary(setting: str, value: Any) -> None:
+    assert refused(setting, value) is None
+
+
+@pytest.mark.parametrize(("setting", "value", "flag"), ALWAYS + PACKED + OUR_ATTENTION)
+def test_a_refusal_starts_with_the_flag_and_its_value(setting: str, value: Any, flag: str) -> None:
+    said = refused(setting, value)
+    assert said is not None
+    assert re.match(flag + r"\b|" + flag + ":", said)
+
+
+@pytest.mark.parametrize(("setting", "value", "flag"), ALWAYS)
+def test_what_is_refused_of_the_reference_run_too(setting: str, value: Any, flag: str) -> None:
+    assert refused(setting, value, packed=False, attention="stock") is not None, flag
+
+
+@pytest.mark.parametrize(("setting", "value", "flag"), PACKED)
+def test_what_only_packed_runs_are_refused(setting: str, value: Any, flag: str) -> None:
+    assert refused(setting, value, packed=False, attention="stock") is None, flag
+    assert refused(setting, value, attention="te") is not None, flag
+
+
+@pytest.mark.parametrize(("setting", "value", "flag"), OUR_ATTENTION)
+def test_what_only_our_attention_cannot_do(setting: str, value: Any, flag: str) -> None:
+    assert refused(setting, value, attention="te") is None, flag
+
+
+def test_no_refusal_is_left_out_above() -> None:
+    """Guards against passing vacuously: a new rule must join the lists above."""
+    rules = {rule.setting for rule in config._ALWAYS + config._PACKED + config._OUR_ATTENTION}
+    assert len(rules) > 30
+    assert (
+        rules | {"attention_backend"} == {setting for setting, _, _ in ALWAYS + PACKED + OUR_ATTENTION} == set(ORDINARY)
+    )
+
+
+def test_micro_batch_size_2_says_how_to_choose_the_work_of_a_microbatch() -> None:
+    said = refused("micro_batch_size", 2)
+    assert said is not None
+    assert "Set --micro-batch-size 1" in said
+    assert "--max-seqlen-per-dp-cp-rank" in said
+
+
+WAY_OUT = re.compile(r"\b(Drop|Use|Set|Choose|Raise|Lower|give|leave)\b")
+
+
+@pytest.mark.xfail(strict=True, reason="some refusals do not yet say what to do instead")
+def test_every_refusal_says_what_to_do() -> None:
+    without = [
+        flag
+        for setting, value, flag in ALWAYS + PACKED + OUR_ATTENTION
+        if not WAY_OUT.search(refused(setting, value) or "")
+    ]
+    assert without == []
