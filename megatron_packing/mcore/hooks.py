@@ -18,12 +18,18 @@ from megatron_packing.config import PackingConfig
 from megatron_packing.errors import ConfigError
 
 _installed = False
+_dry_run = False
 _config: PackingConfig | None = None
 
 
-def install() -> None:
-    """Patch Megatron. Call once, before it parses its arguments; the launcher does it for you."""
-    global _installed
+def install(*, dry_run: bool = False) -> None:
+    """Patch Megatron. Call once, before it parses its arguments; the launcher does it for you.
+
+    Args:
+        dry_run: stop with exit code 0 once Megatron and we have checked every flag.
+    """
+    global _installed, _dry_run
+    _dry_run = dry_run
     if _installed:
         return
     from megatron_packing.mcore import compat
@@ -69,9 +75,13 @@ def _chain_argument_parsing() -> None:
         # Validation reads these settings, so that they are set between parsing and validating.
         arguments.parse_args = parse_args
         try:
-            return original(provider, *rest, **keywords)
+            validated = original(provider, *rest, **keywords)
         finally:
             arguments.parse_args = parse
+        if _dry_run:
+            print("megatron_packing: dry run: every flag is good; not training.", flush=True)
+            raise SystemExit(0)
+        return validated
 
     arguments.parse_and_validate_args = parse_and_validate_args
 

@@ -22,12 +22,12 @@ MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
     "--seq-length 64 --max-position-embeddings 64 --position-embedding-type rope --attention-dropout 0 "
     "--hidden-dropout 0 --normalization RMSNorm --swiglu --disable-bias-linear"
-).split()
+)
 TRAINING = (
     "--micro-batch-size 1 --global-batch-size 8 --train-iters 30 --lr 1e-2 --min-lr 1e-3 --lr-decay-iters 30 "
     "--lr-warmup-iters 2 --seed 7 --log-interval 1 --eval-iters 0 --eval-interval 1000 --num-workers 0"
-).split()
-TOKENIZER = "--tokenizer-type NullTokenizer --vocab-size 256 --null-tokenizer-eod-id 255".split()
+)
+TOKENIZER = "--tokenizer-type NullTokenizer --vocab-size 256 --null-tokenizer-eod-id 255"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +101,8 @@ class Runner:
 
     def _train(self, flags: tuple[str, ...], data: Path | None, ranks: int, hooks: bool) -> Run:
         given = {flag for flag in flags if flag.startswith("--")}
-        usual = [
-            *MODEL,
-            *TRAINING,
-            *TOKENIZER,
-            *(() if data is None else ("--data-path", str(data), "--split", "100,0,0")),
-        ]
+        source = "" if data is None else f"--data-path {data} --split 100,0,0"
+        usual = f"{MODEL} {TRAINING} {TOKENIZER} {source}".split()
         return self._run(_launch, ([*_without(usual, given), *flags], hooks), ranks)
 
     def _run(self, target: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> Run:
@@ -168,7 +164,8 @@ def _launch(flags: list[str], hooks: bool) -> None:
         return
     import runpy
 
-    from megatron_packing.mcore import cpu_runtime, hooks as our_hooks
+    from megatron_packing.mcore import cpu_runtime
+    from megatron_packing.mcore import hooks as our_hooks
 
     our_hooks._skip_missing_makefile()  # else the wheel's missing Makefile ends the run
     sys.argv = [str(RECORDED_SCRIPT), *flags, *cpu_runtime.missing_flags(flags)]

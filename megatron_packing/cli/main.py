@@ -1,0 +1,39 @@
+"""The `megatron-packing` command: what will packing do, before a run is started?"""
+
+from typing import Annotated
+
+import typer
+
+from megatron_packing import __version__
+from megatron_packing.cli.inspection import inspect
+from megatron_packing.cli.output import PROGRAM, reports_errors
+from megatron_packing.cli.plan import plan
+
+app = typer.Typer(
+    name=PROGRAM,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help shows the long names of flags in full, also on 80 columns
+    pretty_exceptions_enable=False,  # what is not our error is a bug: its plain traceback is what a report needs
+)
+
+app.command("plan")(reports_errors(plan))
+# What is no flag of ours goes to Megatron's tokenizer parser, which refuses what it does not know.
+app.command("inspect", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    reports_errors(inspect)
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"{PROGRAM} {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Look at sequence packing before a run: plan steps, inspect data. Nothing here needs a GPU."""

@@ -1,0 +1,105 @@
+"""What cannot work ends at start-up, on every rank, with one clear error that says what to do."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.runs.harness import Runner
+from tests.runs.test_equals_unpacked import PACKED, PADDED
+
+pytestmark = pytest.mark.run
+
+# name -> (flags, words that the error must have)
+FLAGS = {
+    "micro-batch size": (f"{PACKED} --micro-batch-size 2 --global-batch-size 8", ["--micro-batch-size 2", "is 1"]),
+    "unknown scheduler": (
+        f"{PACKED} --sequence-packing-scheduler best",
+        ["--sequence-packing-scheduler best", "first_fit", "dp_balanced"],
+    ),
+    "capacity below seq-length": (
+        "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 32",
+        ["--max-seqlen-per-dp-cp-rank 32", "--seq-length 64", "at least 64"],
+    ),
+    "CUDA graphs": (f"{PACKED} --cuda-graph-impl local", ["--cuda-graph-impl local", "fixed shapes"]),
+    "EP overlap": (f"{PACKED} --overlap-moe-expert-parallel-comm", ["--overlap-moe-expert-parallel-comm"]),
+    "position reset": (f"{PACKED} --reset-position-ids", ["--reset-position-ids"]),
+    "mask reset": (f"{PACKED} --reset-attention-mask", ["--reset-attention-mask"]),
+    "EOD mask": (f"{PACKED} --eod-mask-loss", ["--eod-mask-loss"]),
+    "relative positions": (f"{PACKED} --position-embedding-type relative", ["--position-embedding-type relative"]),
+    "mrope": (f"{PACKED} --position-embedding-type mrope", ["--position-embedding-type mrope"]),
+    "yarn": (f"{PACKED} --position-embedding-type yarn", ["--position-embedding-type yarn"]),
+    "stock attention": (f"{PACKED} --packing-attention stock", ["--packing-attention stock", "boundaries"]),
+    "local attention backend": (f"{PACKED} --attention-backend local", ["--attention-backend local"]),
+    "no dataset": ("--sequence-packing-scheduler first_fit", ["--use-varlen-dataset", "--sft"]),
+    "reference with a scheduler": (f"{PADDED} --sequence-packing-scheduler first_fit", ["--varlen-sbhd-validation"]),
+    "two datasets": (f"{PACKED} --sft", ["--use-varlen-dataset", "--sft"]),
+    "a dataset that is none": (f"{PACKED} --packing-dataset json:JSONDecoder", ["json:JSONDecoder", "VarlenDataset"]),
+    "a module that is none": (f"{PACKED} --packing-dataset no.such:Thing", ["no.such:Thing", "module:Class"]),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_that_cannot_work(name: str, runner: Runner, chats: Path) -> None:
+    flags, words = FLAGS[name]
+    assert_refused(runner, flags, chats, words, ranks=1)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--context-parallel-size 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+    ],
+)
+def test_layouts_not_proven(layout: str, runner: Runner, chats: Path) -> None:
+    assert_refused(runner, f"{PACKED} {layout}", chats, [layout.split()[0], "proven"], ranks=2)
+
+
+BAD_FILES = {
+    "missing": (None, ["no such file", "{path}"]),
+    "empty": ("", ["{path}"]),
+    "unknown schema": (
+        '{"speech": "hello", "reply": "hi"}\n',
+        ["{path}:1", "reply", "speech", "messages", "alpaca", "text"],
+    ),
+    "cut short": ('{"text": "1 2 3"}\n{"text": "1 2', ["{path}:2"]),
+    "nothing to learn": (
+        '{"text": ""}\n{"messages": [{"role": "user", "content": "1 2"}]}\n',
+        ["{path}", "empty", "no_targets"],
+    ),
+    "overlong": (json.dumps({"text": " ".join(["7"] * 100)}) + "\n", ["{path}:1", "100", "64", "--packing-overlong"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_files_that_cannot_be_trained_on(name: str, runner: Runner, tmp_path: Path) -> None:
+    content, words = BAD_FILES[name]
+    path = tmp_path / "rows.jsonl"
+    if content is not None:
+        path.write_text(content)
+    assert_refused(runner, PACKED, path, [word.format(path=path) for word in words], ranks=2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_row_far_from_the_start_ends_every_rank(workers: int, runner: Runner, tmp_path: Path) -> None:
+    """Row 1,101 lies behind the look at start-up: the rank that meets it takes the other with it."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "1 2 3 4 5"}\n' * 1100 + '{"text": 5}\n' * 4 + '{"text": "1 2 3"}\n' * 96)
+    flags = f"{PACKED} --global-batch-size 100 --train-iters 12 --num-workers {workers}"
+    assert_refused(runner, flags, path, [f"{path}:110"], ranks=2, trained=11)
+    skipping = runner.train(flags, "--packing-bad-rows skip", data=path, ranks=2)
+    assert "rows dropped: 4" in skipping.log
+    assert [len(step.samples) for step in skipping.iterations][-2:] == [100, 96]
+
+
+def assert_refused(runner: Runner, flags: str, data: Path, words: list[str], ranks: int, trained: int = 0) -> None:
+    run = runner.attempt(flags, data=data, ranks=ranks)
+    assert all(code not in (0, None) for code in run.exit_codes), run.exit_codes
+    for log in run.logs:
+        for word in words:
+            assert word in log, f"{word!r} is not in\n{log[-3000:]}"
+        assert f" iteration {trained + 1:8d}/" not in log
+    assert not trained or f" iteration {trained:8d}/" in run.log
