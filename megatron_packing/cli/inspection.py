@@ -220,16 +220,15 @@ def _print_row(sample: TokenizedSample, tokenizer: Tokenizer, where: str) -> Non
     for name in ("position", "token", "text", "label", "text", "target"):
         table.add_column(name, justify="left" if name in ("text", "target") else "right")
     ids = [*sample.tokens.tolist(), int(sample.labels[-1])]
-    for position, ((token, label), counts) in enumerate(zip(pairwise(ids), sample.loss_mask, strict=True)):
+    shown = list(zip(map(str, ids), _shown(ids, tokenizer), strict=True))
+    for position, ((token, label), counts) in enumerate(zip(pairwise(shown), sample.loss_mask, strict=True)):
         style = _TARGET_STYLE if counts else ""
-        cells = (str(position), str(token), _shown(token, tokenizer), str(label), _shown(label, tokenizer))
-        table.add_row(
-            *cells[:3], *(Text(cell, style=style) for cell in cells[3:]), Text("*" * bool(counts), style=style)
-        )
+        learned = (Text(cell, style=style) for cell in (*label, "*" if counts else ""))
+        table.add_row(str(position), *token, *learned)
     console().print(table)
 
 
-def _shown(token: int, tokenizer: Tokenizer) -> str:
-    """A token's text in quotes, so that spaces, line ends and terminal codes are seen and not obeyed."""
-    special = {tokenizer.eos_id: "EOS", tokenizer.bos_id: "BOS"}.get(token)
-    return special if special is not None else repr(tokenizer.decode([token]))
+def _shown(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
+    """The text of each id in quotes, so that spaces, line ends and terminal codes are seen and not obeyed."""
+    special = {tokenizer.eos_id: "EOS", tokenizer.bos_id: "BOS"}
+    return [special.get(i, repr(text)) for i, text in zip(ids, _pieces(ids, tokenizer), strict=True)]

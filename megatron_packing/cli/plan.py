@@ -107,8 +107,14 @@ def plan(
     names = list(dict.fromkeys(scheduler or ["first_fit"]))
     for name in names:  # no samples are a valid step: it refuses a wrong setting before a large file is read
         setting.metrics(np.zeros(0, dtype=np.int64), name)
+    if setting.topology.pad(setting.seq_length) > setting.capacity:
+        say(
+            "note",
+            f"a run would refuse this setting: a pack holds {setting.capacity:,} tokens, and --seq-length lets a "
+            f"sample have {setting.seq_length:,}.",
+        )
     all_lengths = load_lengths(lengths, seed)
-    _check_fit(all_lengths, lengths, setting)
+    _check_fit(all_lengths, lengths, setting, seq_length_given=seq_length is not None)
     steps = _steps(all_lengths, lengths, global_batch_size)
     account = padded_account(np.concatenate(steps), setting.seq_length)
     metrics = _metrics_by_scheduler(steps, names, setting)
@@ -144,15 +150,12 @@ def _setting(
     )
 
 
-def _check_fit(lengths: Int64Array, path: Path, setting: _Setting) -> None:
+def _check_fit(lengths: Int64Array, path: Path, setting: _Setting, *, seq_length_given: bool) -> None:
     """No length is above what a sample or a pack may have; checked before planning, to name the place in the file."""
-    topology = setting.topology
-    pack = f"a pack holds {setting.capacity:,} = {setting.max_tokens_per_rank:,} per rank x CP {topology.cp}"
-    limits = (
-        (setting.seq_length, f"--seq-length is {setting.seq_length:,}", "Raise --seq-length"),
-        (setting.capacity, pack, "Raise --max-seqlen-per-dp-cp-rank"),
-    )
-    for limit, what, remedy in limits:
+    sample = f"--seq-length is {setting.seq_length:,}"
+    pack = f"a pack holds {setting.capacity:,} = {setting.max_tokens_per_rank:,} per rank x CP {setting.topology.cp}"
+    limits = [(setting.seq_length, sample, "Raise --seq-length")] if seq_length_given else []
+    for limit, what, remedy in [*limits, (setting.capacity, pack, "Raise --max-seqlen-per-dp-cp-rank")]:
         too_long = np.flatnonzero(lengths > limit)
         if too_long.size:
             first = int(too_long[0])
@@ -217,7 +220,7 @@ def _comparison(
     account: PaddedAccount, metrics: dict[str, Metrics], setting: _Setting, *, samples: int, num_steps: int
 ) -> Table:
     table = Table(
-        title=f"{num_steps:,} steps of {samples // num_steps:,} samples, mean of a step; "
+        title=f"Mean of a step (steps: {num_steps:,}, samples in each: {samples // num_steps:,}); "
         f"packs of {setting.capacity:,} tokens, alignment {setting.topology.alignment}",
         title_justify="left",
     )

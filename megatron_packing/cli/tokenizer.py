@@ -36,10 +36,8 @@ def load_tokenizer(name: str | None, kind: str | None, flags: Sequence[str]) -> 
         # that print would spoil our JSON.
         warnings.simplefilter("ignore")
         check_version()
-        args = _parse(flags)
-        args.tokenizer_type = kind
-        args.tokenizer_model = name
-        return _build(args)
+        model = [] if name is None else ["--tokenizer-model", name]
+        return _build(_parse(["--tokenizer-type", kind, *model, *flags]))
 
 
 def _guess(name: str | None, flags: Sequence[str]) -> tuple[str | None, str, Sequence[str]]:
@@ -57,7 +55,7 @@ def _guess(name: str | None, flags: Sequence[str]) -> tuple[str | None, str, Seq
         return name, "HuggingFaceTokenizer", flags
     if not path.exists():  # before any library takes a mistyped name for something to download
         raise ConfigError(f"--tokenizer {name}: no such file or folder. Give --tokenizer-type too if it is a hub's id.")
-    if path.suffix == ".model":
+    if ".model" in path.suffixes:  # also tokenizer.model.v3
         return name, "SentencePieceTokenizer", flags
     raise ConfigError(
         f"--tokenizer {name}: neither a folder (Hugging Face) nor a .model file (SentencePiece). Give --tokenizer-type."
@@ -68,7 +66,7 @@ class _Parser(argparse.ArgumentParser):
     """Megatron's tokenizer flags, with errors that are ours to print."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. Neither inspect nor Megatron's tokenizers take it so; see inspect --help.")
+        raise ConfigError(f"{message}. inspect takes its own flags (see --help) and Megatron's tokenizer flags.")
 
 
 def _parse(flags: Sequence[str]) -> argparse.Namespace:
@@ -78,7 +76,7 @@ def _parse(flags: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(allow_abbrev=False, add_help=False)
     arguments._add_tokenizer_args(parser)
     arguments._add_sft_args(parser)
-    args = parser.parse_args(list(flags))
+    args = parser.parse_args(flags)
     if args.sft:
         raise ConfigError("--sft: inspect shows each row as one sample, not cut into conversations. Drop the flag.")
     return args

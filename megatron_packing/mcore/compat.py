@@ -1,4 +1,6 @@
-"""Is this a Megatron-Core that our hooks were proven on?"""
+"""Is this a Megatron-Core that our hooks were proven on, and what of it must be mended?"""
+
+import argparse
 
 from megatron_packing.errors import ConfigError, MissingDependency
 
@@ -24,3 +26,13 @@ def check_version() -> None:
             f"megatron-core {__version__}: packing is proven on {_PROVEN[0]}.{_PROVEN[1]} only. Install "
             f"'megatron-core[training]=={_PROVEN[0]}.{_PROVEN[1]}.*'."
         )
+
+
+def mend_help(parser: argparse.ArgumentParser) -> None:
+    """Let `--help` print: Megatron-Core 0.19.2 has help texts with a bare percent sign, at which argparse raises."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = (action.help or "").replace("%", "%%")

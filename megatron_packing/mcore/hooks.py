@@ -54,6 +54,7 @@ def _chain_argument_parsing() -> None:
     from megatron.training import arguments
 
     from megatron_packing.mcore import args as packing_args
+    from megatron_packing.mcore import compat
 
     original = arguments.parse_and_validate_args
 
@@ -62,7 +63,9 @@ def _chain_argument_parsing() -> None:
         extra_args_provider: Callable[..., Any] | None = None, *rest: Any, **keywords: Any
     ) -> argparse.Namespace:
         def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            return packing_args.add_packing_args(extra_args_provider(parser) if extra_args_provider else parser)
+            parser = packing_args.add_packing_args(extra_args_provider(parser) if extra_args_provider else parser)
+            compat.mend_help(parser)
+            return parser
 
         parse = arguments.parse_args
 

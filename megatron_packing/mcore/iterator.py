@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_packing.comm.exchange import exchange_samples
 from megatron_packing.comm.lengths import GatheredLengths, check_same, gather_lengths
 from megatron_packing.config import PackingConfig
-from megatron_packing.errors import PackingError
+from megatron_packing.errors import PackingError, SampleError
 from megatron_packing.schedule import Plan, make_plan
 from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, dummy_pack
 
@@ -109,7 +109,7 @@ class StepPacker:
         except StopIteration:
             return _Drawn(), PackingError("the data ended in the middle of a step; lower --train-iters or add rows.")
         except Exception as failure:  # whatever a user's dataset raises must reach every rank
-            return _Drawn(), failure
+            return _Drawn(), _as_raised(failure)
         return drawn, None
 
     def _plan(self, gathered: GatheredLengths) -> tuple[Plan | None, float, Exception | None]:
@@ -172,6 +172,14 @@ class StepPacker:
             plan_ms=plan_ms,
             exchange_ms=exchange_ms,
         )
+
+
+def _as_raised(failure: Exception) -> Exception:
+    """A bad row's own message, where a loader's worker wrapped it in its traceback; else `failure` as it is."""
+    marker = f"{SampleError.__name__}: "
+    if isinstance(failure, PackingError) or marker not in str(failure):
+        return failure
+    return PackingError(str(failure).rsplit(marker, 1)[1].strip())
 
 
 class _Drawn:

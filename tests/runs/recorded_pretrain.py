@@ -7,6 +7,7 @@ samples, targets, a hash of weights and optimizer state after each step, and the
 import hashlib
 import os
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,22 @@ def save() -> None:
     torch.save(record, FOLDER / f"record{int(os.environ['RANK']):03d}.pt")
 
 
+def script_to_watch() -> str:
+    """The script after --own-script, which is taken out of the command line; else examples/pretrain_gpt.py."""
+    examples = Path(__file__).parents[2] / "examples"
+    sys.path.insert(0, str(examples))
+    if "--own-script" not in sys.argv:
+        return str(examples / "pretrain_gpt.py")
+    at = sys.argv.index("--own-script")
+    _, script = sys.argv[at : at + 2]
+    del sys.argv[at : at + 2]
+    sys.path.insert(0, str(Path(script).parent))
+    return script
+
+
 if __name__ == "__main__":
     watch_forward()
     watch_setup()
     watch_log()
-    usual = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
-    runpy.run_path(os.environ.get("RECORDED_SCRIPT", str(usual)), run_name="__main__")
+    runpy.run_path(script_to_watch(), run_name="__main__")
     save()

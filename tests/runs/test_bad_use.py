@@ -90,6 +90,7 @@ def test_bad_row_far_from_the_start_ends_every_rank(workers: int, runner: Runner
     path.write_text('{"text": "1 2 3 4 5"}\n' * 1100 + '{"text": 5}\n' * 4 + '{"text": "1 2 3"}\n' * 96)
     flags = f"{PACKED} --global-batch-size 100 --train-iters 12 --num-workers {workers}"
     assert_refused(runner, flags, path, [f"{path}:110"], ranks=2, trained=11)
+    assert "Traceback" not in runner.attempt(flags, data=path, ranks=2).log
     skipping = runner.train(flags, "--packing-bad-rows skip", data=path, ranks=2)
     assert "rows dropped: 4" in skipping.log
     assert [len(step.samples) for step in skipping.iterations][-2:] == [100, 96]
