@@ -1,0 +1,335 @@
+"""Does `megatron-packing plan` count right, say what it left out, and refuse what it cannot plan?"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from megatron_packing import __version__
+from megatron_packing.cli.lengths import load_lengths
+from megatron_packing.cli.main import app
+from megatron_packing.cli.padded import padded_account
+from megatron_packing.schedule import CostModel, make_plan, mean_metrics
+from megatron_packing.topology import Topology
+
+PADDED_KEYS = [
+    "slots",
+    "real_tokens",
+    "padding_tokens",
+    "waste",
+    "bound_packs",
+    "bound_slots",
+    "tail_padding",
+    "saved",
+    "score_half_squares",
+    "causal_pairs",
+]
+SCHEDULER_KEYS = [
+    "steps",
+    "microbatches_per_rank",
+    "packs",
+    "packs_lower_bound",
+    "fill",
+    "max_pack_load",
+    "padding_tokens",
+    "step_imbalance",
+    "lockstep_imbalance",
+    "lockstep_lower_bound",
+    "dropped",
+    "plan_ms",
+]
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def planned(*words: object) -> dict[str, Any]:
+    result = run("plan", *words, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refused(*words: object) -> str:
+    """The one line that a refused command says."""
+    result = run("plan", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("megatron-packing: error: ")
+    return line
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def written(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return written
+
+
+@pytest.fixture
+def lengths_file(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.npy"
+    np.save(path, np.random.default_rng(0).integers(1, 100, size=70))
+    return path
+
+
+# --- the accounts of padding ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "seq_length", "expected"),
+    [
+        pytest.param(
+            [2048, 512, 256, 128],
+            2048,
+            {
+                "slots": 8192,
+                "real_tokens": 2944,
+                "padding_tokens": 5248,
+                "waste": 5248 / 8192,
+                "bound_packs": 2,
+                "bound_slots": 4096,
+                "tail_padding": 1152,
+                "saved": 4096,
+                "score_half_squares": 2_269_184,
+                "causal_pairs": 2_269_184 + 2944 // 2,
+            },
+            id="half-saved",
+        ),
+        pytest.param(
+            [1024, 768, 512, 256, 96],
+            2048,
+            {
+                "slots": 10_240,
+                "real_tokens": 2656,
+                "padding_tokens": 7584,
+                "waste": 7584 / 10_240,
+                "bound_packs": 2,
+                "bound_slots": 4096,
+                "tail_padding": 1440,
+                "saved": 6144,
+                "score_half_squares": 987_648,
+                "causal_pairs": 988_976,
+            },
+            id="sixty-percent-saved",
+        ),
+        pytest.param([2048, 128], 131_072, {"padding_tokens": 259_968, "bound_packs": 1}, id="long-context"),
+        pytest.param(
+            [3, 2, 4], 4, {"slots": 12, "real_tokens": 9, "score_half_squares": 14.5, "causal_pairs": 19}, id="by-hand"
+        ),
+        pytest.param([5], 5, {"padding_tokens": 0, "waste": 0.0, "tail_padding": 0, "saved": 0}, id="one-full"),
+    ],
+)
+def test_padding_is_accounted_for_exactly(
+    write: Any, lengths: list[int], seq_length: int, expected: dict[str, float]
+) -> None:
+    path = write("lengths.json", json.dumps(lengths))
+    padded = planned("--lengths", path, "--seq-length", seq_length)["padded"]
+    assert list(padded) == PADDED_KEYS
+    assert {key: padded[key] for key in expected} == expected
+    assert all(type(padded[key]) is int for key in PADDED_KEYS if key not in ("waste", "score_half_squares"))
+
+
+def test_the_padded_scores_are_half_the_padded_squares() -> None:
+    account = padded_account(np.array([2048, 512, 256, 128]), 2048)
+    assert account.padded_half_squares == 8_388_608
+    assert account.score_half_squares / account.padded_half_squares == pytest.approx(0.2705, abs=5e-5)
+    assert padded_account(np.array([3, 2, 4]), 4).padded_half_squares == 48 / 2
+
+
+def test_sums_of_squares_beyond_64_bits_stay_exact(write: Any) -> None:
+    length = 2**31 - 1
+    path = write("lengths.json", json.dumps([length] * 8))
+    padded = planned("--lengths", path, "--max-seqlen-per-dp-cp-rank", length, "--global-batch-size", 1)["padded"]
+    assert padded["score_half_squares"] == 4 * length**2 > 2**63
+    assert padded["causal_pairs"] == 4 * length * (length + 1)
+
+
+# --- the schedulers -------------------------------------------------------------------------------
+
+
+def test_schedulers_get_the_mean_of_their_steps(lengths_file: Path) -> None:
+    flags = "--dp 2 --cp 2 --tp 2 --sequence-parallel --max-seqlen-per-dp-cp-rank 64 --global-batch-size 35"
+    flags += " --max-seqs 5 --cost-linear 100 --scheduler dp_balanced --scheduler first_fit"
+    report = planned("--lengths", lengths_file, *flags.split())
+    assert list(report) == ["padded", "schedulers"]
+    assert list(report["schedulers"]) == ["dp_balanced", "first_fit"]
+    lengths = np.load(lengths_file)
+    for name, figures in report["schedulers"].items():
+        assert list(figures) == SCHEDULER_KEYS
+        steps = [
+            make_plan(
+                step,
+                scheduler=name,
+                topology=Topology(dp=2, cp=2, tp=2, sequence_parallel=True),
+                max_tokens_per_rank=64,
+                max_seqs=5,
+                cost=CostModel(linear=100, quadratic=1),
+            ).metrics(step)
+            for step in (lengths[:35], lengths[35:])
+        ]
+        expected = mean_metrics(steps).as_dict()
+        del expected["plan_ms"]
+        assert expected["steps"] == 2
+        assert figures.pop("plan_ms") > 0
+        assert figures == expected
+
+
+def test_trainings_own_flag_names_mean_the_same(lengths_file: Path) -> None:
+    ours = {"--cp": 2, "--tp": 2, "--max-seqs": 3, "--scheduler": "dp_balanced"}
+    trainings = (
+        "--context-parallel-size",
+        "--tensor-model-parallel-size",
+        "--thd-max-packed-sequences",
+        "--sequence-packing-scheduler",
+    )
+    reports = []
+    for names in (ours, trainings):
+        flags = dict(zip(names, ours.values(), strict=True))
+        report = planned(
+            "--lengths", lengths_file, "--seq-length", 200, *(word for flag in flags.items() for word in flag)
+        )
+        del report["schedulers"]["dp_balanced"]["plan_ms"]
+        reports.append(report)
+    assert reports[0] == reports[1]
+
+
+def test_an_incomplete_last_batch_is_left_out_and_said(write: Any) -> None:
+    path = write("lengths.txt", "1\n2\n3\n4\n5\n")
+    result = run("plan", "--lengths", path, "--seq-length", 8, "--global-batch-size", 2, "--json")
+    report = json.loads(result.stdout)
+    assert report["padded"]["real_tokens"] == 1 + 2 + 3 + 4
+    assert report["schedulers"]["first_fit"]["steps"] == 2
+    assert "1 of 5 lengths are left out" in result.stderr
+
+
+# --- lengths --------------------------------------------------------------------------------------
+
+
+def test_each_kind_of_file_gives_the_same_lengths(write: Any, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([7, 3, 5], dtype=np.uint16))
+    paths = [tmp_path / "lengths.npy", write("lengths.txt", "7\r\n\n3\n 5"), write("lengths.json", "[7, 3, 5]")]
+    assert [load_lengths(path, 0).tolist() for path in paths] == [[7, 3, 5]] * 3
+
+
+def test_a_histogram_is_written_out_and_shuffled_by_the_seed(write: Any) -> None:
+    one = write("one.json", '{"5": 40, "9": 0, "2": 30}')
+    other = write("other.json", '{"2": 30, "5": 40}')
+    lengths = load_lengths(one, 1).tolist()
+    assert sorted(lengths) == [2] * 30 + [5] * 40 != lengths
+    assert load_lengths(one, 1).tolist() == load_lengths(other, 1).tolist() == lengths
+    assert load_lengths(one, 2).tolist() != lengths
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("missing.npy", None, "missing.npy cannot be read: No such file"),
+        ("lengths.csv", "1", "'.csv'; lengths are read from .npy, .txt, .json"),
+        ("lengths.npy", "1 2 3", "lengths.npy is no .npy file"),
+        ("lengths.txt", "", "holds no lengths"),
+        ("lengths.txt", "4\n-3\n", "lengths.txt:2 is '-3'; a length is an integer of at least 1"),
+        ("lengths.txt", "4\n1_0\n", "lengths.txt:2 is '1_0'"),
+        ("lengths.txt", "4\n0\n", "lengths[1] is 0"),
+        ("lengths.json", "[4,", "lengths.json:1: not valid JSON"),
+        ("lengths.json", "7", "neither a list of lengths nor counts by length"),
+        ("lengths.json", "[4, 2.0]", "item 1, counted from 0, is 2.0"),
+        ("lengths.json", "[4, true]", "item 1, counted from 0, is True"),
+        ("lengths.json", '{"4": 1, "4": 2}', "length 4 is counted twice"),
+        ("lengths.json", '{"x": 1}', "a key is 'x'"),
+        ("lengths.json", '{"4": -1}', "length 4 counts -1"),
+        ("lengths.json", '{"4": 1000000000}', "counts 1,000,000,000 lengths; the limit is 100,000,000"),
+    ],
+)
+def test_a_file_of_no_lengths_is_refused(write: Any, tmp_path: Path, name: str, text: str | None, said: str) -> None:
+    path = tmp_path / name if text is None else write(name, text)
+    assert said in refused("--lengths", path, "--seq-length", 8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--seq-length 8", "length 1, counted from 0, is 9 tokens; --seq-length is 8 (2 of 3 are too long)"),
+        ("--max-seqlen-per-dp-cp-rank 4 --cp 2", "a pack holds 8 = 4 per rank x CP 2 (2 of 3 are too long)"),
+        ("--seq-length 16 --global-batch-size 4", "holds 3 lengths; one step takes 4"),
+        ("--seq-length 16 --scheduler best_fit", "'best_fit'; it must be one of: dp_balanced, first_fit"),
+        ("--max-seqlen-per-dp-cp-rank 15 --tp 2 --sequence-parallel", "must be a multiple of the alignment 2"),
+        ("--seq-length 16 --cost-linear=-1", "CostModel.linear is -1.0"),
+        ("", "--max-seqlen-per-dp-cp-rank is missing"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(write: Any, flags: str, said: str) -> None:
+    assert said in refused("--lengths", write("lengths.txt", "4\n9\n10\n"), *flags.split())
+
+
+def test_a_pack_shorter_than_a_sample_may_be_is_what_a_run_refuses(write: Any) -> None:
+    flags = ("--seq-length", 16, "--max-seqlen-per-dp-cp-rank", 8)
+    fits = run("plan", "--lengths", write("lengths.txt", "8\n"), *flags, "--json")
+    assert (fits.exit_code, json.loads(fits.stdout)["padded"]["slots"]) == (0, 16)
+    assert "a run would refuse this setting" in fits.stderr
+    too_long = run("plan", "--lengths", write("lengths.txt", "4\n9\n"), *flags)
+    assert too_long.exit_code == 2
+    assert "length 1, counted from 0, is 9 tokens; a pack holds 8" in too_long.stderr
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_tables_show_padding_and_each_scheduler(write: Any) -> None:
+    path = write("lengths[red].json", "[2048, 512, 256, 128]")
+    flags = "--seq-length 2048 --scheduler first_fit --scheduler dp_balanced"
+    result = run("plan", "--lengths", path, *flags.split())
+    assert result.exit_code == 0
+    assert "\x1b" not in result.stdout
+    for shown in ("padded", "first_fit", "dp_balanced", "64.1%", "28.1%", "50.0%", "8,388,608", "2,269,184", "27.1%"):
+        assert shown in result.stdout
+
+
+def test_help_and_version() -> None:
+    assert run("--version").stdout == f"megatron-packing {__version__}\n"
+    assert "--max-seqlen-per-dp-cp-rank" in run("plan", "--help").stdout
+    assert {"plan", "inspect"} <= set(run("--help").stdout.split())
+
+
+def test_a_mistyped_flag_is_a_usage_error(lengths_file: Path) -> None:
+    result = run("plan", "--lengths", lengths_file, "--max-seqlen", 8)
+    assert result.exit_code == 2
+    assert "--max-seqlen" in result.stderr
+
+
+_BLOCKED = """
+import sys
+for name in ("torch", "megatron", "transformers"):
+    sys.modules[name] = None
+from megatron_packing.cli.main import app
+app()
+"""
+
+
+@pytest.mark.parametrize("command", ["plan", "inspect"])
+def test_plan_loads_neither_torch_nor_megatron(lengths_file: Path, tmp_path: Path, command: str) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "1 2 3"}\n')
+    inputs = ["--lengths", lengths_file] if command == "plan" else ["--data", rows, "--tokenizer", "null:9"]
+    done = subprocess.run(
+        [sys.executable, "-c", _BLOCKED, command, *map(str, inputs), "--seq-length", "100", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if command == "plan":
+        assert (done.returncode, done.stderr) == (0, "")
+        assert json.loads(done.stdout)["schedulers"]["first_fit"]["steps"] == 1
+    else:  # which shows that the block works
+        assert done.returncode != 0
+        assert "torch" in done.stderr or "megatron" in done.stderr
