@@ -56,7 +56,7 @@ def inspect(
 
     Takes Megatron's tokenizer flags too: --vocab-size, --chat-template, --tokenizer-special-tokens and the others.
     """
-    from megatron_packing.cli.tokenizer import load_tokenizer  # imports Megatron
+    from megatron_packing.mcore.tokenizer_flags import load_tokenizer  # imports Megatron
 
     source = open_source(data)
     if row is not None and row >= len(source):

@@ -4,6 +4,7 @@ Megatron wraps several libraries whose special tokens differ: a missing pad id i
 exception, BOS may be added or not. `MegatronTokenizer` answers plainly.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_packing.errors import ConfigError
@@ -58,11 +59,11 @@ class MegatronTokenizer:
             return []  # it would take the empty word for a number
         return [int(i) for i in self._outer.tokenize(text)]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens shown."""
         if self._outer.library == "sft":
-            return str(self._library._tokenizer.decode(ids))
-        return str(self._outer.detokenize(ids, skip_special_tokens=False))
+            return str(self._library._tokenizer.decode(list(ids)))
+        return str(self._outer.detokenize(list(ids), skip_special_tokens=False))
 
 
 def _special(tokenizer: Any, name: str) -> int | None:
