@@ -22,6 +22,7 @@ from typing import Any
 
 _START_SECONDS = 90.0  # importing torch, on a busy machine
 _GRACE_SECONDS = 2.0  # once a rank has failed: for the others to report the same
+_MOST_HANGS = 3  # then later tasks fail at once: a property that hangs is tried again and again
 
 # Imported once, by the server that the connected processes are forked from: torch takes seconds.
 _PRELOAD = ["tests.gloo.tasks"]
@@ -52,6 +53,7 @@ class GlooPool:
         self._connected = connected
         self._workers: list[_Worker] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._hangs: list[str] = []
 
     def run(
         self, task: Callable[..., Any], *args: Any, ranks: int | None = None, of_rank: Sequence[Any] = (), timeout=30.0
@@ -69,6 +71,8 @@ class GlooPool:
             TaskFailed: on any rank.
         """
         ranks = self.size if ranks is None else ranks
+        if len(self._hangs) >= _MOST_HANGS:
+            raise TaskFailed(f"not tried, for tasks have hung {_MOST_HANGS} times; the first: {self._hangs[0]}")
         if not self._workers:
             self.start()
         for rank, worker in enumerate(self._workers[:ranks]):
@@ -112,6 +116,8 @@ class GlooPool:
             waiting = [pipe for pipe, rank in rank_of.items() if rank not in results and rank not in failures]
             ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
+                if not failures:
+                    self._hangs.append(f"{what} on ranks {sorted(rank_of[pipe] for pipe in waiting)}")
                 reason = "waits for the others" if failures else f"no answer in {timeout:g} s"
                 failures |= {rank_of[pipe]: reason for pipe in waiting}
                 break

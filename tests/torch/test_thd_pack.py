@@ -176,4 +176,4 @@ def test_a_sample_s_fields_are_equally_long() -> None:
 
 
 def test_targets_are_counted_by_position_and_not_by_weight() -> None:
-    assert sample([1, 2, 3], [2, 3, 4], [0, 0.5, 2]).targets == 2
+    assert sample([1, 2, 3], [2, 3, 4], [0, 0.25, 0.5]).targets == 2

@@ -1,0 +1,242 @@
+"""Megatron datasets of packing: the fields that upstream's scheduler knows, and what becomes of each row."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.utils import Split
+from megatron.core.tokenizers import MegatronTokenizer
+
+from megatron_packing import MockVarlenDataset, SFTDataset, VarlenDataset
+from megatron_packing.errors import ConfigError, SampleError
+from megatron_packing.mcore.dataset import PackingDatasetConfig, dataset_class_of, survey_sources
+from megatron_packing.mcore.iterator import samples_of_row
+
+EOS = 7
+VARLEN_FIELDS = {"tokens", "labels", "loss_mask", "position_ids", "original_seq_len", "padded_seq_len"}
+
+
+def _config(**settings: Any) -> PackingDatasetConfig:
+    usual: dict[str, Any] = {
+        "random_seed": 1,
+        "sequence_length": 8,
+        "tokenizer": _null_tokenizer(),
+        "split": "100,0,0",
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": False,
+    }
+    return PackingDatasetConfig(**{**usual, **settings})
+
+
+def _null_tokenizer(**settings: int) -> Any:
+    return MegatronTokenizer.from_pretrained(
+        metadata_path={"library": "null-text"}, vocab_size=64, eod_id=EOS, **settings
+    )
+
+
+def _dataset(
+    tmp_path: Path, rows: list[dict], kind: type[VarlenDataset] = VarlenDataset, **settings: Any
+) -> VarlenDataset:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = _config(blend=([str(path)], None), **settings)
+    source = kind.build_low_level_dataset(str(path), config)
+    return kind(source, str(path), np.arange(len(source)), None, Split.train, config)
+
+
+def _chat(prompt: str, answer: str | None) -> dict:
+    turns = [{"role": "user", "content": prompt}]
+    return {"messages": turns if answer is None else [*turns, {"role": "assistant", "content": answer}]}
+
+
+def test_item_has_upstreams_fields_shapes_and_types(tmp_path: Path) -> None:
+    item = _dataset(tmp_path, [_chat("11 12", "21 22")])[0]
+    assert set(item) == VARLEN_FIELDS
+    assert item["tokens"].tolist() == [11, 12, 21, 22]
+    assert item["labels"].tolist() == [12, 21, 22, EOS]
+    assert item["loss_mask"].tolist() == [0, 1, 1, 1]
+    assert item["position_ids"].tolist() == [0, 1, 2, 3]
+    types = {name: value.dtype for name, value in item.items()}
+    assert {types[n] for n in ("tokens", "labels", "position_ids")} == {torch.int64}
+    assert types["loss_mask"] == torch.float32
+    for name in ("original_seq_len", "padded_seq_len"):
+        assert types[name] == torch.int32
+        assert item[name].tolist() == [4]
+
+
+def test_padding_follows_the_alignment_and_is_masked_by_position(tmp_path: Path) -> None:
+    """D1 with A = 2 * CP * TP = 8, and pad = EOS, because this tokenizer has no pad id (D8)."""
+    layout = {"context_parallel_size": 2, "sequence_parallel_size": 2, "sequence_length": 16}
+    item = _dataset(tmp_path, [_chat("11 12", "21 22")], **layout)[0]
+    assert item["tokens"].tolist() == [11, 12, 21, 22, EOS, EOS, EOS, EOS]
+    assert item["labels"].tolist()[:4] == [12, 21, 22, EOS]
+    assert item["loss_mask"].tolist() == [0, 1, 1, 1, 0, 0, 0, 0]
+    assert (item["original_seq_len"].item(), item["padded_seq_len"].item()) == (4, 8)
+
+
+def test_own_pad_id_is_used(tmp_path: Path) -> None:
+    layout = {"context_parallel_size": 2, "tokenizer": _null_tokenizer(pad_id=3)}
+    assert _dataset(tmp_path, [{"text": "1 2"}], **layout)[0]["tokens"].tolist() == [1, 2, 3, 3]
+
+
+def test_reference_pads_to_sequence_length(tmp_path: Path) -> None:
+    rows = [_chat("11 12", "21 22"), _chat("5", None)]
+    padded = _dataset(tmp_path, rows, varlen_sbhd_validation=True)
+    assert set(padded[0]) == {"tokens", "labels", "loss_mask", "position_ids"}
+    assert padded[0]["tokens"].tolist() == [11, 12, 21, 22, EOS, EOS, EOS, EOS]
+    assert padded[0]["loss_mask"].tolist() == [0, 1, 1, 1, 0, 0, 0, 0]
+    assert padded[1]["loss_mask"].sum() == 0
+    assert padded[1]["tokens"].shape == (8,)
+
+
+def test_plain_megatron_config_means_our_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "1 2 3"}\n')
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=8,
+        tokenizer=_null_tokenizer(),
+        blend=([str(path)], None),
+        split="1,0,0",
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    source = VarlenDataset.build_low_level_dataset(str(path), config)
+    item = VarlenDataset(source, str(path), np.arange(1), 1, Split.train, config)[0]
+    assert item["labels"].tolist() == [2, 3, EOS]
+
+
+def test_items_share_no_buffers(tmp_path: Path) -> None:
+    """D9: 0, 1, 0 again; editing what was handed out changes nothing later."""
+    dataset = _dataset(tmp_path, [{"text": "1 2 3"}, {"text": "4 5"}])
+    first, _, again = dataset[0], dataset[1], dataset[0]
+    for name in VARLEN_FIELDS:
+        assert torch.equal(first[name], again[name])
+        first[name].zero_()
+    assert dataset[0]["tokens"].tolist() == [1, 2, 3]
+
+
+def test_rows_follow_file_order_and_wrap_around(tmp_path: Path) -> None:
+    dataset = _dataset(tmp_path, [{"text": f"{i} {i} {i}"} for i in range(10, 15)])
+    assert len(dataset) == 5
+    assert [dataset[i]["tokens"][0].item() for i in range(12)] == [10 + i % 5 for i in range(12)]
+
+
+def test_row_without_targets_leaves_with_its_reason(tmp_path: Path) -> None:
+    dataset = _dataset(tmp_path, [_chat("1 2", None), {"text": ""}, {"text": "1 2"}])
+    assert dataset[0]["dropped"] == "no_targets"
+    assert dataset[1]["dropped"] == "empty"
+    assert dataset[0]["original_seq_len"].item() == 0
+    assert dataset[0]["tokens"].numel() == 0
+    assert "dropped" not in dataset[2]
+
+
+def test_bad_rows_stop_or_are_skipped_but_settings_always_stop(tmp_path: Path) -> None:
+    rows = [{"text": 5}, {"text": "1 2 3 4 5 6 7 8 9 10"}]
+    with pytest.raises(SampleError, match=r"rows\.jsonl:1: "):
+        _dataset(tmp_path, rows)[0]
+    skipping = _dataset(tmp_path, rows, packing_bad_rows="skip")
+    assert "dropped" in skipping[0]
+    with pytest.raises(SampleError, match="--packing-overlong"):
+        skipping[1]
+
+
+def test_truncated_sample_says_so(tmp_path: Path) -> None:
+    dataset = _dataset(
+        tmp_path, [{"text": "1 2 3 4 5 6 8 9 10"}, {"text": "1 2 3 4 5 6 8 9"}], packing_overlong="truncate"
+    )
+    assert dataset[0]["truncated"]
+    assert dataset[0]["labels"].tolist() == [2, 3, 4, 5, 6, 8, 9, 10]  # no EOS is made up
+    assert "truncated" not in dataset[1]  # seq_length + 1 raw ids fit (D2)
+
+
+def test_empty_split_is_an_error_that_names_it(tmp_path: Path) -> None:
+    dataset = _dataset(tmp_path, [{"text": "1 2"}])
+    with pytest.raises(ConfigError, match="valid split none of its 1 rows"):
+        VarlenDataset(dataset.dataset, "rows", np.arange(0), 4, Split.valid, dataset.config)
+
+
+def test_dataset_pickles_without_its_rows(tmp_path: Path) -> None:
+    dataset = _dataset(tmp_path, [{"text": "1 2 3"}] * 1000)
+    dataset[0]
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy[3]["tokens"].tolist() == [1, 2, 3]
+
+
+SFT_ROW = {
+    "messages": [
+        {"role": "system", "content": "1"},
+        {"role": "user", "content": "11"},
+        {"role": "assistant", "content": "21 22"},
+        {"role": "system", "content": "2"},
+        {"role": "user", "content": "12"},
+        {"role": "assistant", "content": "23"},
+    ]
+}
+
+
+def test_sft_buffer(tmp_path: Path) -> None:
+    """Two conversations of 4 and 3 tokens in a buffer of 12; the tail belongs to neither."""
+    dataset = _dataset(tmp_path, [SFT_ROW], SFTDataset, sequence_length=12)
+    item = dataset[0]
+    assert set(item) == {"tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "max_seqlen"}
+    assert item["tokens"].tolist() == [1, 11, 21, 22, 2, 12, 23, *[EOS] * 5]
+    assert item["labels"].tolist()[:7] == [11, 21, 22, EOS, 12, 23, EOS]
+    assert item["loss_mask"].tolist() == [0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0]
+    assert item["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]
+    assert item["cu_seqlens"].tolist() == [0, 4, 7, *[12] * 10]
+    assert item["cu_seqlens"].dtype == torch.int32
+    assert (item["max_seqlen"].item(), item["max_seqlen"].dtype) == (5, torch.int32)
+    parts = samples_of_row(item)
+    assert [part.tokens_L.tolist() for part in parts] == [[1, 11, 21, 22], [2, 12, 23]]
+    assert [part.labels_L.tolist() for part in parts] == [[11, 21, 22, EOS], [12, 23, EOS]]
+
+
+@pytest.mark.parametrize(("policy", "lengths"), [("truncate", [4, 2]), ("drop", None), ("error", None)])
+def test_sft_row_that_is_too_long(policy: str, lengths: list[int] | None, tmp_path: Path) -> None:
+    dataset = _dataset(tmp_path, [SFT_ROW], SFTDataset, sequence_length=6, packing_overlong=policy)
+    if policy == "error":
+        with pytest.raises(SampleError, match="2 conversations have 7 tokens together; --seq-length is 6"):
+            dataset[0]
+    elif policy == "drop":
+        assert dataset[0]["dropped"] == "overlong"
+    else:
+        assert [part.length for part in samples_of_row(dataset[0])] == lengths
+        assert dataset[0]["truncated"]
+
+
+def test_mock_lengths_and_learnable_ids() -> None:
+    config = _config(sequence_length=16, varlen_mock_dataset_config_json='{"mode":"lengths","lengths":[3,16,1]}')
+    source = MockVarlenDataset.build_low_level_dataset(None, config)
+    dataset = MockVarlenDataset(source, None, np.arange(len(source)), 6, Split.train, config)
+    assert [dataset[i]["original_seq_len"].item() for i in range(6)] == [3, 16, 1, 3, 16, 1]
+    assert dataset[0]["labels"][-1].item() == EOS
+    assert dataset[1]["loss_mask"].sum() == 16
+    assert torch.equal(dataset[0]["tokens"], dataset[3]["tokens"])
+
+
+def test_survey_goes_through_the_users_own_conversion(tmp_path: Path) -> None:
+    class Reversed(VarlenDataset):
+        def convert(self, row: Any) -> Any:
+            return np.array([*reversed(row.fields["ids"]), EOS])
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"ids": [1, 2, 3]}\n')
+    lines = survey_sources(Reversed, _config(blend=([str(path)], None)))
+    assert any("1 samples, 3 tokens, 3 targets" in line for line in lines)
+    with pytest.raises(SampleError, match="ids"):
+        survey_sources(VarlenDataset, _config(blend=([str(path)], None)))
+
+
+def test_own_class_is_found_or_refused() -> None:
+    assert dataset_class_of("megatron_packing.mcore.dataset:SFTDataset") is SFTDataset
+    for name in ("json:loads", "no.such.module:Thing", "json", "json:Nothing"):
+        with pytest.raises(ConfigError, match="--packing-dataset"):
+            dataset_class_of(name)
