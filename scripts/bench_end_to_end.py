@@ -10,7 +10,6 @@ if every floating point operation took the same time. Cost: some minutes; see --
 import argparse
 import json
 import random
-import signal
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ from paired_runs import (
 )
 from rich.console import Console
 from rich.table import Table
-from turns import Run, RunFailed, Turns
+from turns import Run, RunFailed, Turns, leave_on_signals
 
 LENGTHS = ROOT / "scripts" / "data" / "alpaca_lengths.json"
 VOCAB_SIZE = 4096
@@ -226,12 +225,15 @@ def run_all(options: argparse.Namespace) -> list[Outcome]:
 def main() -> int:
     """Run the command line; the exit code."""
     options = _parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves through the context managers, as Ctrl-C does
+    leave_on_signals()
     try:
         outcomes = run_all(options)
     except (RunFailed, DifferentSamples, OSError) as error:
         print(f"bench_end_to_end: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("bench_end_to_end: interrupted; the runs are ended.", file=sys.stderr)
+        return 130
     if options.json:
         print(json.dumps([asdict(row) for row in outcomes], indent=2))
     else:

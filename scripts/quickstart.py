@@ -9,7 +9,6 @@ minutes on two cores.
 import argparse
 import json
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -30,14 +29,14 @@ from paired_runs import (
     max_relative_difference,
     thread_variables,
 )
-from turns import Run, RunFailed, Turns
+from turns import Run, RunFailed, Turns, leave_on_signals
 
 if TYPE_CHECKING:
     from docstring_corpus import CorpusPaths
     from rich.console import Console
 
 VOCAB_SIZE = 4096
-STOCK_ITERATIONS = 4
+STOCK_ITERATIONS = 3
 """The stock run only shows its speed, and one of its iterations costs two of the padded run's."""
 
 PADDED, PACKED, STOCK = "padded", "packed", "stock"
@@ -200,8 +199,7 @@ def run_all(options: argparse.Namespace, console: "Console") -> None:
 def main() -> int:
     """Run the command line; the exit code."""
     options = _parse()
-    # A plain `kill` ends the runs, too: it leaves through the same context managers as Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    leave_on_signals()
     from rich.console import Console
 
     console = Console()

@@ -19,6 +19,7 @@ import secrets
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +47,7 @@ GRACE_SECONDS = 8.0
 POLL_SECONDS = 0.2
 """How often a waiting parent looks whether the run still lives."""
 
-LAST_LINES = 25
+LAST_LINES = 40
 """Lines of a failed run's log that are shown."""
 
 
@@ -206,6 +207,14 @@ class Turns:
                 raise _failure(live, f"did not end within {END_SECONDS:.0f} s of the last iteration") from None
             if code != 0:
                 raise _failure(live, "failed after its last iteration")
+
+
+def leave_on_signals() -> None:
+    """Make Ctrl-C and `kill` leave through the context managers, so that they end the runs; even where a shell that
+    started this program in the background has told it to ignore Ctrl-C.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def rotated[T](items: Sequence[T], by: int) -> list[T]:
