@@ -11,11 +11,13 @@
 import argparse
 import functools
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_packing.config import PackingConfig
 from megatron_packing.errors import ConfigError
+from megatron_packing.mcore import compat
 
 _installed = False
 _dry_run = False
@@ -32,8 +34,6 @@ def install(*, dry_run: bool = False) -> None:
     _dry_run = dry_run
     if _installed:
         return
-    from megatron_packing.mcore import compat
-
     compat.check_version()
     _chain_argument_parsing()
     _chain_pretrain()
@@ -47,6 +47,14 @@ def active_config() -> PackingConfig | None:
     return _config
 
 
+def _rebind_in_script(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    """A script that imported a function before it called `install` holds the original under a name of its own."""
+    script = vars(sys.modules["__main__"])
+    for name, value in list(script.items()):
+        if value is original:
+            script[name] = replacement
+
+
 # --- 1. arguments ---------------------------------------------------------------------------------
 
 
@@ -54,7 +62,6 @@ def _chain_argument_parsing() -> None:
     from megatron.training import arguments
 
     from megatron_packing.mcore import args as packing_args
-    from megatron_packing.mcore import compat
 
     original = arguments.parse_and_validate_args
 
@@ -87,6 +94,7 @@ def _chain_argument_parsing() -> None:
         return validated
 
     arguments.parse_and_validate_args = parse_and_validate_args
+    _rebind_in_script(original, parse_and_validate_args)
 
 
 def _configure(parsed: argparse.Namespace) -> None:
@@ -129,6 +137,7 @@ def _chain_pretrain() -> None:
 
     # Scripts import the one, Megatron's own wrappers the other.
     training.pretrain = megatron.training.pretrain = pretrain
+    _rebind_in_script(original, pretrain)
 
 
 def _replace_get_batch(forward_step_func: Callable[..., Any]) -> None:

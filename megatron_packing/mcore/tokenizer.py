@@ -55,8 +55,8 @@ class MegatronTokenizer:
             return list(self._library.tokenizer(text, add_special_tokens=False)["input_ids"])
         if self._outer.library == "sft":
             return list(self._library._tokenizer(text, add_special_tokens=False)["input_ids"])
-        if self._outer.library == "null-text" and not text.strip():
-            return []  # it would take the empty word for a number
+        if self._outer.library == "null-text":
+            return [int(word) for word in text.split()]  # its own split takes two spaces for an empty number
         return [int(i) for i in self._outer.tokenize(text)]
 
     def decode(self, ids: Sequence[int]) -> str:

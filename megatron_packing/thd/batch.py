@@ -98,13 +98,14 @@ class PackedBatch:
 
     def to(self, device: torch.device | str | int) -> "PackedBatch":
         """The same pack on `device`; boundaries that were one object stay one object."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, value in moved.items():
-            if isinstance(value, Tensor):
-                moved[name] = value.to(device, non_blocking=True)
+        moved = object.__new__(PackedBatch)  # checked already: checking again would wait for the device
+        for field in fields(self):
+            value = getattr(self, field.name)
+            on_device = value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            object.__setattr__(moved, field.name, on_device)
         if not self.is_padded:
-            moved["cu_seqlens"] = moved["cu_seqlens_padded"]
-        return PackedBatch(**moved)
+            object.__setattr__(moved, "cu_seqlens", moved.cu_seqlens_padded)
+        return moved
 
 
 def _check_boundaries(name: str, boundaries: Tensor, total: int | None) -> int:

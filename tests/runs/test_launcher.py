@@ -115,3 +115,10 @@ def test_example_dataset_of_a_user(runner: Runner, tmp_path: Path) -> None:
     refused = runner.attempt(flags, "--seed 8", data=cards)
     assert not refused.ok
     assert f"{cards}:1: has the fields ['front']; a card needs front and back." in refused.log
+
+
+def test_script_that_installs_the_hooks_itself(runner: Runner, chats: Path) -> None:
+    """No launcher: the script imports Megatron's functions first, then calls install()."""
+    script = f"--own-script {ROOT / 'tests' / 'runs' / 'installing_script.py'}"
+    own = runner.train(PACKED, script, data=chats, hooks=False)
+    assert own.iterations == runner.train(PACKED, data=chats).iterations
