@@ -22,7 +22,7 @@ from typing import Any
 
 _START_SECONDS = 90.0  # importing torch, on a busy machine
 _GRACE_SECONDS = 2.0  # once a rank has failed: for the others to report the same
-_MOST_HANGS = 3  # then later tasks fail at once: a property that hangs is tried again and again
+_MOST_FAILURES = 5  # then later tasks fail at once: a failing property is tried again and again, on new processes
 
 # Imported once, by the server that the connected processes are forked from: torch takes seconds.
 _PRELOAD = ["tests.gloo.tasks"]
@@ -53,7 +53,7 @@ class GlooPool:
         self._connected = connected
         self._workers: list[_Worker] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._hangs: list[str] = []
+        self._failures: list[str] = []
 
     def run(
         self, task: Callable[..., Any], *args: Any, ranks: int | None = None, of_rank: Sequence[Any] = (), timeout=30.0
@@ -71,8 +71,8 @@ class GlooPool:
             TaskFailed: on any rank.
         """
         ranks = self.size if ranks is None else ranks
-        if len(self._hangs) >= _MOST_HANGS:
-            raise TaskFailed(f"not tried, for tasks have hung {_MOST_HANGS} times; the first: {self._hangs[0]}")
+        if len(self._failures) >= _MOST_FAILURES:
+            raise TaskFailed(f"not tried after {_MOST_FAILURES} failures; the first: {self._failures[0]}")
         if not self._workers:
             self.start()
         for rank, worker in enumerate(self._workers[:ranks]):
@@ -116,8 +116,6 @@ class GlooPool:
             waiting = [pipe for pipe, rank in rank_of.items() if rank not in results and rank not in failures]
             ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                if not failures:
-                    self._hangs.append(f"{what} on ranks {sorted(rank_of[pipe] for pipe in waiting)}")
                 reason = "waits for the others" if failures else f"no answer in {timeout:g} s"
                 failures |= {rank_of[pipe]: reason for pipe in waiting}
                 break
@@ -134,7 +132,8 @@ class GlooPool:
         if failures:
             self.close()
             texts = [f"--- rank {rank} of {ranks}: {failures[rank]}" for rank in sorted(failures)]
-            raise TaskFailed("\n".join([f"{what} failed", *texts]))
+            self._failures.append("\n".join([f"{what} failed", *texts]))
+            raise TaskFailed(self._failures[-1])
         return [results[rank] for rank in range(ranks)]
 
 

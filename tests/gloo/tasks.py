@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 
+from megatron_packing.comm import lengths
 from megatron_packing.comm.exchange import exchange_samples
 from megatron_packing.comm.failures import raise_if_any_failed
 from megatron_packing.comm.lengths import GatheredLengths, check_same, gather_lengths
@@ -53,6 +54,13 @@ def gather(drawn: Drawn, ranks: int, limit: int) -> tuple[str, Any]:
             )
         )
     )
+
+
+def count_collectives(drawn: Drawn, ranks: int, limit: int) -> int:
+    """All-gathers that `gather_lengths` takes."""
+    with mock.patch.object(lengths, "all_gather_rows", wraps=lengths.all_gather_rows) as gathered:
+        assert gather(drawn, ranks, limit)[0] == "returned"
+    return gathered.call_count
 
 
 def agree(value: int | str, ranks: int) -> tuple[str, Any]:

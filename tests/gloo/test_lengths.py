@@ -37,6 +37,12 @@ def test_every_rank_leaves_with_the_same_list_rank_major(pool: GlooPool, of_rank
     assert pool.run(tasks.gather, ranks, limit, of_rank=of_rank, ranks=ranks) == [("returned", expected)] * ranks
 
 
+def test_one_collective_does_unless_a_rank_drew_more_than_expected(pool: GlooPool) -> None:
+    of_rank = [Drawn(lengths=[5, 3], targets=[1, 1]), Drawn(lengths=[], targets=[])]
+    assert pool.run(tasks.count_collectives, 2, 2, of_rank=of_rank, ranks=2) == [1, 1]
+    assert pool.run(tasks.count_collectives, 2, 1, of_rank=of_rank, ranks=2) == [2, 2]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_nothing_on_any_rank(pool: GlooPool, ranks: int) -> None:
     nothing = Drawn(lengths=[], targets=[])
