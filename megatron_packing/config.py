@@ -24,7 +24,7 @@ class PackingConfig:
     seq_length: int
     """Longest sample that the model accepts, in tokens."""
     scheduler: str | None
-    """Name of the planner; None: samples are not packed (the padded reference run)."""
+    """A name that `schedule.check_scheduler` knows; None: samples are padded, not packed (the reference run)."""
     max_tokens_per_rank: int
     """Padded tokens that one DP x CP rank may hold; the capacity of a pack is this times CP."""
     max_seqs: int | None = None
@@ -62,28 +62,15 @@ class PackingConfig:
         if self.max_seqs is not None:
             _check_positive("--thd-max-packed-sequences", self.max_seqs)
         if self.packed:
-            self._check_scheduler()
             self._check_capacity()
             self._check_layout()
             self._check_attention()
-
-    def _check_scheduler(self) -> None:
-        from megatron_packing.schedule import SCHEDULERS
-
-        assert self.scheduler is not None
-        _check_choice("--sequence-packing-scheduler", self.scheduler, tuple(SCHEDULERS))
 
     def _check_capacity(self) -> None:
         _check_positive("--max-seqlen-per-dp-cp-rank", self.max_tokens_per_rank)
         topology, capacity = self.topology, self.capacity
         made_of = f"{self.max_tokens_per_rank} per rank x CP {topology.cp}"
-        if capacity % topology.alignment:
-            below = capacity // topology.alignment * topology.alignment // topology.cp
-            raise ConfigError(
-                f"--max-seqlen-per-dp-cp-rank {self.max_tokens_per_rank}: the capacity, {capacity} tokens = {made_of}, "
-                f"is no multiple of the alignment, {topology.alignment} tokens (2*CP for CP > 1, times TP with "
-                f"sequence parallelism). Use {below} or {below + topology.alignment // topology.cp or 1}."
-            )
+        topology.check_capacity(self.max_tokens_per_rank)
         longest = topology.pad(self.seq_length)
         if capacity < longest:
             raise ConfigError(
@@ -104,7 +91,7 @@ class PackingConfig:
             "--context-parallel-size": topology.cp,
             "--tensor-model-parallel-size": topology.tp,
             "--pipeline-model-parallel-size": topology.pp,
-            "virtual pipeline stages": topology.vpp,
+            "--num-virtual-stages-per-pipeline-rank": topology.vpp,
             "--expert-model-parallel-size": topology.ep,
         }
         for name, size in unproven.items():
@@ -160,14 +147,19 @@ _ALWAYS = (
         "--eod-mask-loss: the end of a sample is supervised so that the model learns to stop; masking it is not "
         "supported. Drop the flag.",
     ),
-    _refuse("fim_data", "--fim-data: fill-in-the-middle rewriting is not supported with packing's datasets."),
+    _refuse(
+        "fim_data", "--fim-data: fill-in-the-middle rewriting is not supported with packing's datasets. Drop the flag."
+    ),
     _refuse(
         "dataloader_type",
         "--dataloader-type {value}: a step's samples must come from Megatron's own samplers. Use single or cyclic.",
         lambda value: value not in (None, "single", "cyclic"),
     ),
     _refuse("full_validation", "--full-validation: not proven with packing. Set --eval-iters instead."),
-    _refuse("perform_rl_step", "--perform-rl-step: RL has a packer of its own; packing cannot be combined with it."),
+    _refuse(
+        "perform_rl_step",
+        "--perform-rl-step: RL has a packer of its own; packing cannot be combined with it. Drop one.",
+    ),
 )
 
 # What holds for packed runs.
@@ -205,25 +197,38 @@ _PACKED = (
         "--position-embedding-type {value}: not proven under packing. Use rope, learned_absolute or none.",
         lambda value: value not in ("rope", "learned_absolute", "none"),
     ),
-    _refuse("multi_latent_attention", "--multi-latent-attention: not proven under packing yet."),
-    _refuse("experimental_attention_variant", "--experimental-attention-variant {value}: not proven under packing."),
-    _refuse("num_experts", "--num-experts {value}: mixture of experts is not proven under packing yet."),
-    _refuse("mtp_num_layers", "--mtp-num-layers {value}: its shifted labels would cross from sample to sample."),
     _refuse(
-        "hybrid_layer_pattern", "--hybrid-layer-pattern {value}: recurrent layers would carry state across samples."
+        "multi_latent_attention",
+        "--multi-latent-attention: not proven under packing yet. Use grouped-query attention or leave packing out.",
     ),
-    _refuse("heterogeneous_layers_config_path", "--heterogeneous-layers-config-path: not proven under packing."),
+    _refuse(
+        "experimental_attention_variant",
+        "--experimental-attention-variant {value}: not proven under packing. Drop the flag, or leave packing out.",
+    ),
+    _refuse(
+        "num_experts",
+        "--num-experts {value}: experts are not proven under packing yet. Use a dense model or leave packing out.",
+    ),
+    _refuse(
+        "mtp_num_layers",
+        "--mtp-num-layers {value}: its shifted labels would cross from sample to sample. Drop the flag.",
+    ),
+    _refuse(
+        "hybrid_layer_pattern",
+        "--hybrid-layer-pattern {value}: recurrent layers would carry state across samples. Leave packing out.",
+    ),
+    _refuse(
+        "heterogeneous_layers_config_path",
+        "--heterogeneous-layers-config-path: not proven under packing. Leave packing out.",
+    ),
     _refuse("fp8", "--fp8-format {value}: its alignment is not proven under packing yet. Use --bf16."),
     _refuse("fp4", "--fp4-format {value}: its alignment is not proven under packing yet. Use --bf16."),
     _refuse("fp16", "--fp16: not proven under packing. Use --bf16."),
-    _refuse("use_torch_fsdp2", "--use-torch-fsdp2: not proven under packing yet."),
-    _refuse("use_megatron_fsdp", "--use-megatron-fsdp: not proven under packing yet."),
+    _refuse("use_torch_fsdp2", "--use-torch-fsdp2: not proven under packing yet. Use --use-distributed-optimizer."),
+    _refuse("use_megatron_fsdp", "--use-megatron-fsdp: not proven under packing yet. Use --use-distributed-optimizer."),
     _refuse(
-        "gtp_weight_remat_size",
-        "--gtp-weight-remat-size {value}: not proven under packing; the limit is 1.",
-        lambda value: value not in (None, 1),
+        "logits_load_dir", "--logits-load-dir: cached logits are laid out for unpacked samples. Leave packing out."
     ),
-    _refuse("logits_load_dir", "--logits-load-dir: cached logits are laid out for unpacked samples."),
     _refuse(
         "yaml_cfg", "--yaml-cfg: give the flags on the command line, or in a file through the launcher's --config."
     ),

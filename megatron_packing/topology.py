@@ -4,6 +4,7 @@ Nothing here asks torch or Megatron what the current process is: detection lives
 """
 
 from dataclasses import dataclass
+from math import gcd
 
 from megatron_packing.errors import ConfigError
 
@@ -44,6 +45,28 @@ class Topology:
         rank's share in TP parts.
         """
         return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
+
+    def check_capacity(self, max_tokens_per_rank: int) -> None:
+        """Refuse a capacity that padded samples cannot fill: whatever fits unpadded must also fit padded.
+
+        Args:
+            max_tokens_per_rank: padded tokens that one rank may hold of a pack.
+
+        Raises:
+            ConfigError: the capacity is no multiple of the alignment; names the nearest that are.
+        """
+        capacity, alignment = max_tokens_per_rank * self.cp, self.alignment
+        if capacity % alignment == 0:
+            return
+        unit = alignment // gcd(alignment, self.cp)  # tokens per rank whose multiples give valid capacities
+        below = max_tokens_per_rank // unit * unit
+        nearest = " or ".join(f"{rank:,} (capacity {rank * self.cp:,})" for rank in (below, below + unit) if rank)
+        raise ConfigError(
+            f"max_tokens_per_rank is {max_tokens_per_rank:,}, so a pack holds {capacity:,} = {max_tokens_per_rank:,} "
+            f"per rank x CP {self.cp}; that must be a multiple of the alignment {alignment:,} (CP {self.cp}, TP "
+            f"{self.tp}{' with sequence parallelism' if self.sequence_parallel else ''}). "
+            f"Set --max-seqlen-per-dp-cp-rank {nearest}."
+        )
 
     @property
     def world_size(self) -> int:

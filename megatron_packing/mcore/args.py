@@ -16,6 +16,7 @@ from megatron_packing.config import (
     check_megatron_flags,
 )
 from megatron_packing.errors import ConfigError
+from megatron_packing.schedule import check_scheduler
 from megatron_packing.topology import Topology
 
 DEFAULT_SCHEDULER = "first_fit"
@@ -112,6 +113,8 @@ def resolve(args: argparse.Namespace) -> PackingConfig:
     """
     dataset = _dataset(args)
     scheduler = _scheduler(args)
+    if scheduler is not None:
+        check_scheduler(scheduler)
     attention = _attention(args, packed=scheduler is not None)
     check_megatron_flags(vars(args), packed=scheduler is not None, attention=attention)
     topology = topology_of(args)

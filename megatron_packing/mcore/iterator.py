@@ -212,13 +212,18 @@ def samples_of_row(item: dict[str, Any]) -> list[SampleTensors]:
     """
     tokens, labels, mask = (_flat(item, name) for name in ("tokens", "labels", "loss_mask"))
     if "cu_seqlens" in item:
-        edges = torch.unique_consecutive(_flat(item, "cu_seqlens")).tolist()
+        edges = _edges(_flat(item, "cu_seqlens"), tokens.numel())
         # The buffer's tail belongs to no sample. Under a causal mask nothing after a sample's last
         # target can reach the loss, so that cutting there is exact whoever filled the tail.
         last = torch.nonzero(mask[edges[-2] : edges[-1]])
         edges[-1] = edges[-2] + (int(last[-1]) + 1 if last.numel() else 0)
     elif "original_seq_len" in item:
         edges = [0, int(_flat(item, "original_seq_len"))]
+        if edges[1] > tokens.numel():
+            raise PackingError(
+                f"a dataset's item has original_seq_len {edges[1]} but only {tokens.numel()} tokens; it counts the "
+                "tokens before padding."
+            )
     else:
         raise PackingError(
             f"a dataset's item has the fields {sorted(item)}; packing needs original_seq_len (VarlenDataset) or "
@@ -229,6 +234,17 @@ def samples_of_row(item: dict[str, Any]) -> list[SampleTensors]:
         for a, b in itertools.pairwise(edges)
         if b > a
     ]
+
+
+def _edges(cu_seqlens: torch.Tensor, length: int) -> list[int]:
+    """Boundaries of a buffer without the entries that only fill it up."""
+    edges = torch.unique_consecutive(cu_seqlens).tolist()
+    if len(edges) < 2 or edges[0] != 0 or edges[-1] > length or edges != sorted(edges):
+        raise PackingError(
+            f"a dataset's item has cu_seqlens {edges[:8]}... for {length} tokens; they must start at 0, increase, and "
+            "end within the buffer."
+        )
+    return [int(edge) for edge in edges]
 
 
 def _flat(item: dict[str, Any], name: str) -> torch.Tensor:

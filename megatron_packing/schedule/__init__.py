@@ -5,7 +5,6 @@ looked at anywhere. To add a planner, write a function from `Problem` to packs a
 """
 
 from dataclasses import replace
-from math import gcd
 from time import perf_counter
 
 from megatron_packing.errors import CapacityError, ConfigError
@@ -38,6 +37,7 @@ __all__ = [
     "Planner",
     "Problem",
     "check_plan",
+    "check_scheduler",
     "even_counts",
     "make_plan",
     "mean_metrics",
@@ -82,12 +82,11 @@ def make_plan(
         PackingError: lengths that are not integers of at least 1, or a planner that made a wrong plan.
     """
     started = perf_counter()
-    if scheduler not in SCHEDULERS:
-        raise ConfigError(f"scheduler is {scheduler!r}; it must be one of: {', '.join(sorted(SCHEDULERS))}.")
+    check_scheduler(scheduler)
     _check_sizes(max_tokens_per_rank=max_tokens_per_rank, microbatch_multiple=microbatch_multiple)
     if max_seqs is not None:
         _check_sizes(max_seqs=max_seqs)
-    _check_alignment(topology, max_tokens_per_rank)
+    topology.check_capacity(max_tokens_per_rank)
     lengths = as_lengths(lengths)
     _check_fit(lengths, topology, max_tokens_per_rank)
     padded = -(-lengths // topology.alignment) * topology.alignment
@@ -106,26 +105,23 @@ def make_plan(
     return replace(plan, plan_ms=(perf_counter() - started) * 1e3)
 
 
+def check_scheduler(name: str) -> None:
+    """Refuse a name that is not in `SCHEDULERS`.
+
+    Raises:
+        ConfigError: it lists the names that are.
+    """
+    if name not in SCHEDULERS:
+        raise ConfigError(
+            f"scheduler is {name!r}; it must be one of: {', '.join(sorted(SCHEDULERS))}. Set "
+            "--sequence-packing-scheduler to one of them."
+        )
+
+
 def _check_sizes(**sizes: int) -> None:
     for name, value in sizes.items():
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1.")
-
-
-def _check_alignment(topology: Topology, max_tokens_per_rank: int) -> None:
-    """The capacity is one that padded samples can fill, so that whatever fits unpadded also fits padded."""
-    capacity, alignment = max_tokens_per_rank * topology.cp, topology.alignment
-    if capacity % alignment == 0:
-        return
-    unit = alignment // gcd(alignment, topology.cp)  # the tokens per rank whose multiples give valid capacities
-    below = max_tokens_per_rank // unit * unit
-    nearest = " or ".join(f"{rank:,} (capacity {rank * topology.cp:,})" for rank in (below, below + unit) if rank)
-    raise ConfigError(
-        f"max_tokens_per_rank is {max_tokens_per_rank:,}, so a pack holds {capacity:,} = {max_tokens_per_rank:,} per "
-        f"rank x CP {topology.cp}; that must be a multiple of the alignment {alignment:,} (CP {topology.cp}, "
-        f"TP {topology.tp}{' with sequence parallelism' if topology.sequence_parallel else ''}). "
-        f"Set --max-seqlen-per-dp-cp-rank {nearest}."
-    )
 
 
 def _check_fit(lengths: Int64Array, topology: Topology, max_tokens_per_rank: int) -> None:

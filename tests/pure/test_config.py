@@ -24,7 +24,7 @@ def complaint_about_capacity(**changes: Any) -> str | None:
     try:
         packed(**changes)
     except ConfigError as error:
-        return str(error) if str(error).startswith("--max-seqlen-per-dp-cp-rank") else None
+        return str(error) if "--max-seqlen-per-dp-cp-rank" in str(error) else None
     return None
 
 
@@ -71,12 +71,6 @@ def test_a_wrong_setting_names_its_flag_and_a_way_out(changes: dict[str, Any], m
         packed(**changes)
 
 
-def test_an_unknown_scheduler_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="--sequence-packing-scheduler best: unknown; choose one of ") as raised:
-        packed(scheduler="best")
-    assert all(name in str(raised.value) for name in SCHEDULERS)
-
-
 # Layouts whose packed run is not proven yet: each leaves this list with the proof.
 UNPROVEN = [
     pytest.param({"cp": 2}, "--context-parallel-size 2", id="cp"),
@@ -103,9 +97,9 @@ CP2_TP2 = Topology(cp=2, tp=2, sequence_parallel=True)  # alignment 8
 def test_a_capacity_that_is_no_multiple_of_the_alignment_is_refused() -> None:
     said = complaint_about_capacity(topology=CP2_TP2, max_tokens_per_rank=14)
     assert said is not None
-    assert "28 tokens = 14 per rank x CP 2" in said
-    assert "multiple of the alignment, 8 tokens" in said
-    assert "Use 12 or 16." in said
+    assert "28 = 14 per rank x CP 2" in said
+    assert "multiple of the alignment 8" in said
+    assert "--max-seqlen-per-dp-cp-rank 12 (capacity 24) or 16 (capacity 32)." in said
     for fine in (12, 16):
         assert complaint_about_capacity(topology=CP2_TP2, max_tokens_per_rank=fine) is None
 
@@ -142,17 +136,16 @@ def test_a_refused_capacity_names_one_that_is_not(
     while (
         said := complaint_about_capacity(topology=topology, seq_length=seq_length, max_tokens_per_rank=tries[-1])
     ) and (len(tries) < 4):
-        tries.append(int(re.findall(r"(?:or|at least) (\d+)", said)[-1]))
+        tries.append(int(re.findall(r"(?:or|at least|dp-cp-rank) (\d+)", said)[-1]))
     assert said is None, tries
     assert tries[-1] * topology.cp % topology.alignment == 0
     assert tries[-1] * topology.cp >= seq_length
 
 
-@pytest.mark.xfail(strict=True, reason="below one alignment unit the advice still offers 0 tokens")
 def test_a_capacity_below_one_alignment_unit_is_not_advised_to_be_zero() -> None:
     said = complaint_about_capacity(topology=CP2_TP2, seq_length=1, max_tokens_per_rank=3)
     assert said is not None
-    assert "Use 4." in said
+    assert "--max-seqlen-per-dp-cp-rank 4 (capacity 8)." in said
 
 
 # --- Megatron's settings --------------------------------------------------------------------------
@@ -186,7 +179,6 @@ ORDINARY: dict[str, Any] = {
     "fp16": False,
     "use_torch_fsdp2": False,
     "use_megatron_fsdp": False,
-    "gtp_weight_remat_size": 1,
     "logits_load_dir": None,
     "yaml_cfg": None,
     "window_size": None,
@@ -230,7 +222,6 @@ PACKED = [
     ("fp16", True, "--fp16"),
     ("use_torch_fsdp2", True, "--use-torch-fsdp2"),
     ("use_megatron_fsdp", True, "--use-megatron-fsdp"),
-    ("gtp_weight_remat_size", 2, "--gtp-weight-remat-size 2"),
     ("logits_load_dir", "logits", "--logits-load-dir"),
     ("yaml_cfg", "model.yaml", "--yaml-cfg"),
 ]
@@ -268,7 +259,6 @@ def test_an_ordinary_run_passes(is_packed: bool, attention: str) -> None:
         ("cuda_graph_impl", None),
         ("position_embedding_type", "learned_absolute"),
         ("position_embedding_type", "none"),
-        ("gtp_weight_remat_size", None),
         ("softmax_type", None),
     ],
 )
@@ -315,10 +305,9 @@ def test_micro_batch_size_2_says_how_to_choose_the_work_of_a_microbatch() -> Non
     assert "--max-seqlen-per-dp-cp-rank" in said
 
 
-WAY_OUT = re.compile(r"\b(Drop|Use|Set|Choose|Raise|Lower|give|leave)\b")
+WAY_OUT = re.compile(r"\b(Drop|Use|Set|Choose|Raise|Lower|give|[Ll]eave)\b")
 
 
-@pytest.mark.xfail(strict=True, reason="some refusals do not yet say what to do instead")
 def test_every_refusal_says_what_to_do() -> None:
     without = [
         flag

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": _ALL_BELOW | {"mcore"},  # by name, on first use
     "errors": set(),
     "topology": _GROUND,
-    "config": _PLAIN | {"schedule"},  # the planners' names
+    "config": _PLAIN,
     "config_file": _GROUND,
     "schedule": _PLAIN,
     "data": _PLAIN,

@@ -15,7 +15,7 @@ FLAGS = {
     "micro-batch size": (f"{PACKED} --micro-batch-size 2 --global-batch-size 8", ["--micro-batch-size 2", "is 1"]),
     "unknown scheduler": (
         f"{PACKED} --sequence-packing-scheduler best",
-        ["--sequence-packing-scheduler best", "first_fit", "dp_balanced"],
+        ["scheduler is 'best'", "--sequence-packing-scheduler", "dp_balanced, first_fit"],
     ),
     "capacity below seq-length": (
         "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 32",
