@@ -1,7 +1,8 @@
-"""One fork server, one cache of finished runs, and the data files that runs train on, for the whole session."""
+"""One process that forks, one cache of finished runs, and the data files that runs train on, for the whole session."""
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from tests.runs.harness import Runner
 
 
 @pytest.fixture(scope="session")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    return Runner(tmp_path_factory.mktemp("runs"))
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    runner = Runner(tmp_path_factory.mktemp("runs"))
+    yield runner
+    runner.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,17 +1,19 @@
 """Runs of the real Megatron loop for tests: forked from one process that has imported it, cached by their flags."""
 
 import functools
-import multiprocessing
-import os
+import json
+import pickle
 import socket
+import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.runs.zygote import Request
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED_SCRIPT = ROOT / "tests" / "runs" / "recorded_pretrain.py"
@@ -77,8 +79,7 @@ class Runner:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._count = 0
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.runs.preload"])
+        self._zygote: subprocess.Popen[str] | None = None
         self._cached = functools.cache(self._train)
 
     def train(self, *flags: str, data: Path | None, ranks: int = 1, hooks: bool = True) -> Run:
@@ -105,54 +106,38 @@ class Runner:
         usual = f"{MODEL} {TRAINING} {TOKENIZER} {source}".split()
         return self._run(_launch, ([*_without(usual, given), *flags], hooks), ranks)
 
-    def _run(self, target: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> Run:
+    def _run(self, function: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> Run:
         self._count += 1
         folder = self._folder / f"run{self._count}"
         folder.mkdir()
-        port = _free_port()
-        processes = [
-            self._context.Process(target=_rank_main, args=(rank, ranks, port, folder, target, arguments))
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(RUN_SECONDS)
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
+        request = Request(
+            function=function, arguments=arguments, ranks=ranks, port=_free_port(), folder=folder, seconds=RUN_SECONDS
+        )
+        codes = self._ask(request)
         logs = tuple((folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks))
-        return Run(exit_codes=tuple(p.exitcode for p in processes), logs=logs, **_collect(folder))
+        return Run(exit_codes=tuple(codes), logs=logs, **_collect(folder))
 
+    def _ask(self, request: Request) -> list[int]:
+        if self._zygote is None:
+            self._zygote = subprocess.Popen(
+                [sys.executable, "-m", "tests.runs.zygote"],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self._zygote.stdin is not None
+        assert self._zygote.stdout is not None
+        self._zygote.stdin.write(pickle.dumps(request).hex() + "\n")
+        self._zygote.stdin.flush()
+        answer = self._zygote.stdout.readline()
+        assert answer, f"the process that forks runs has ended with {self._zygote.wait()}; see its output above"
+        return json.loads(answer)
 
-def _rank_main(
-    rank: int, ranks: int, port: int, folder: Path, target: Callable[..., None], arguments: tuple[Any, ...]
-) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RECORD_TO=str(folder),
-    )
-    multiprocessing.set_start_method("fork", force=True)  # what a training script's own process would use
-    with open(folder / f"rank{rank}.log", "wb") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    code = 0
-    try:
-        target(*arguments)
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    def close(self) -> None:
+        """End the process that forks."""
+        if self._zygote is not None:
+            self._zygote.communicate()
 
 
 def _launch(flags: list[str], hooks: bool) -> None:

@@ -1,4 +1,4 @@
-"""Imported once by the fork server, so that each test run starts in a forked process with Megatron in memory."""
+"""Imported once by zygote.py, so that each test run starts in a forked process with Megatron in memory."""
 
 from megatron_packing.mcore import cpu_runtime
 
