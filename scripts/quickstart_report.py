@@ -320,7 +320,7 @@ def _draw_packs(axes: "Axes", packs: Sequence[Sequence[int]], capacity: int, seq
     axes.set_xlabel("slots (tokens and padding)")
     _draw_pack_legend(axes, capacity, seq_length)
 
-    packed_slots, padded_slots = num_packs * capacity, num_rows * seq_length
+    packed_slots, padded_slots = sum(map(sum, packs)), num_rows * seq_length  # the room left in a pack is never run
     title = f"One step of {_count(num_rows, 'sample')}"
     if padded_slots > packed_slots:
         title += f": {padded_slots / packed_slots:.1f}x fewer slots"
@@ -352,7 +352,13 @@ def _draw_pack_legend(axes: "Axes", capacity: int, seq_length: int) -> None:
         Patch(color=DARK_GREY),
         Patch(color=LIGHT_GREY),
     ]
-    labels = ["samples in a pack", "unused", f"capacity {capacity:,}", "a sample alone", f"padding to {seq_length:,}"]
+    labels = [
+        "samples in a pack",
+        "room left, not run",
+        f"capacity {capacity:,}",
+        "a sample alone",
+        f"padding to {seq_length:,}",
+    ]
     axes.legend(
         handles,
         labels,

@@ -17,6 +17,7 @@ from megatron_packing.cli.main import app
 from megatron_packing.cli.padded import padded_account
 from megatron_packing.schedule import CostModel, make_plan, mean_metrics
 from megatron_packing.topology import Topology
+from tests.pure.test_schedule_metrics import KEYS as SCHEDULER_KEYS
 
 PADDED_KEYS = [
     "slots",
@@ -29,20 +30,6 @@ PADDED_KEYS = [
     "saved",
     "score_half_squares",
     "causal_pairs",
-]
-SCHEDULER_KEYS = [
-    "steps",
-    "microbatches_per_rank",
-    "packs",
-    "packs_lower_bound",
-    "fill",
-    "max_pack_load",
-    "padding_tokens",
-    "step_imbalance",
-    "lockstep_imbalance",
-    "lockstep_lower_bound",
-    "dropped",
-    "plan_ms",
 ]
 
 
