@@ -37,8 +37,9 @@ class PackingConfig:
     """What happens to a sample longer than seq_length."""
     bad_rows: str = "error"
     """What happens to a row that cannot become a sample: `error` stops, `skip` counts and goes on."""
-    attention: Literal["te", "sdpa", "stock"] = "sdpa"
-    """The core attention of the run: Transformer Engine's, ours, or Megatron's own."""
+    attention: Literal["te", "sdpa", "stock", "spec"] = "sdpa"
+    """The core attention of the run: Transformer Engine's, ours, Megatron's own, or that of the user's --spec, which is
+    looked at once the model is built."""
     chat_format: str = "auto"
     """How conversations become tokens where the tokenizer has no chat template."""
     log_interval: int = 1

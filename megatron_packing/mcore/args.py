@@ -154,6 +154,8 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
     args.create_attention_mask_in_dataloader = False  # causal within a sample; nothing to hand over
     if args.sft:
         args.sft = False  # Megatron would average evaluation by microbatch; our dataset is chosen already
+    if config.attention == "spec":
+        said.append(f"core attention: that of --spec {' '.join(args.spec)}")
     if config.attention == "sdpa":
         args.spec = list(LOCAL_SPEC)
         said.append("core attention: ours (sdpa), within each sample's boundaries")
@@ -236,6 +238,8 @@ def _scheduler(args: argparse.Namespace) -> str | None:
 def _attention(args: argparse.Namespace, *, packed: bool) -> str:
     local = args.transformer_impl == "local"
     wanted = args.packing_attention
+    if wanted == "auto" and args.spec is not None:
+        return "spec"
     if wanted == "auto":
         # The reference run keeps Megatron's own attention: it is what packed runs are compared with.
         return ("sdpa" if packed else "stock") if local else "te"

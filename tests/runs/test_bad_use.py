@@ -58,6 +58,14 @@ def test_layouts_not_proven(layout: str, runner: Runner, chats: Path) -> None:
     assert_refused(runner, f"{PACKED} {layout}", chats, [layout.split()[0], "proven"], ranks=2)
 
 
+def test_users_spec_is_kept_and_refused_where_it_would_mix_samples(runner: Runner, chats: Path) -> None:
+    words = ["DotProductAttention", "cannot honour the boundaries", "--spec"]
+    assert_refused(runner, f"{PACKED} --spec tests.runs.specs stock", chats, words, ranks=1)
+    own = runner.train(f"{PACKED} --spec tests.runs.specs honouring --train-iters 3", data=chats)
+    assert own.arguments["spec"] == "['tests.runs.specs', 'honouring']"
+    assert own.losses == runner.train(f"{PACKED} --train-iters 3", data=chats).losses
+
+
 BAD_FILES = {
     "missing": (None, ["no such file", "{path}"]),
     "empty": ("", ["{path}"]),

@@ -1,0 +1,97 @@
+"""From Megatron's real parser to our settings, and what is set before Megatron validates."""
+
+import argparse
+from collections.abc import Iterator
+
+import pytest
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron_packing.config import PackingConfig
+from megatron_packing.errors import ConfigError
+from megatron_packing.mcore import args as packing_args
+
+LOCAL = "--transformer-impl local --seq-length 64"
+TE = "--transformer-impl transformer_engine --seq-length 64"
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return packing_args.add_packing_args(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+def _settled(parser: argparse.ArgumentParser, flags: str) -> tuple[PackingConfig, argparse.Namespace]:
+    parsed = parser.parse_args(flags.split())
+    config = packing_args.resolve(parsed)
+    packing_args.apply(config, parsed)
+    return config, parsed
+
+
+def test_local_layers_get_our_attention_and_transformer_engines_spec_is_untouched(
+    parser: argparse.ArgumentParser,
+) -> None:
+    config, parsed = _settled(parser, f"{LOCAL} --use-varlen-dataset")
+    assert (config.attention, parsed.spec) == ("sdpa", packing_args.LOCAL_SPEC)
+    config, parsed = _settled(parser, f"{TE} --use-varlen-dataset")
+    assert (config.attention, parsed.spec) == ("te", None)
+
+
+def test_reference_run_keeps_stock_attention_unless_told_otherwise(parser: argparse.ArgumentParser) -> None:
+    reference = f"{LOCAL} --use-varlen-dataset --varlen-sbhd-validation"
+    config, parsed = _settled(parser, reference)
+    assert (config.attention, config.packed, parsed.spec) == ("stock", False, None)
+    assert parsed.calculate_per_token_loss
+    config, parsed = _settled(parser, f"{reference} --packing-attention sdpa --micro-batch-size 4")
+    assert (config.attention, parsed.spec) == ("sdpa", packing_args.LOCAL_SPEC)
+
+
+def test_defaults_of_a_packed_run(parser: argparse.ArgumentParser) -> None:
+    config, parsed = _settled(parser, f"{LOCAL} --use-varlen-dataset")
+    assert (config.scheduler, config.max_tokens_per_rank, config.dataset) == ("first_fit", 64, "varlen")
+    assert (config.overlong, config.bad_rows, config.max_seqs) == ("error", "error", None)
+    assert parsed.micro_batch_size == 1
+    assert parsed.calculate_per_token_loss
+    assert not parsed.create_attention_mask_in_dataloader
+
+
+def test_sft_is_taken_over_and_cleared(parser: argparse.ArgumentParser) -> None:
+    config, parsed = _settled(parser, f"{LOCAL} --sft --sequence-packing-scheduler dp_balanced")
+    assert (config.dataset, config.scheduler, parsed.sft) == ("sft", "dp_balanced", False)
+
+
+def test_sft_alone_is_megatrons_own(parser: argparse.ArgumentParser) -> None:
+    assert not packing_args.wants_packing(parser.parse_args(["--sft"]))
+
+
+def test_world_size_gives_data_parallelism(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config, _ = _settled(parser, f"{LOCAL} --use-varlen-dataset")
+    assert config.topology.dp == 8
+    with pytest.raises(ConfigError, match="world size 8: no multiple of TP 3"):
+        _settled(parser, f"{LOCAL} --use-varlen-dataset --tensor-model-parallel-size 3")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            f"{LOCAL} --use-varlen-dataset --packing-attention te",
+            "--packing-attention te with --transformer-impl local",
+        ),
+        (f"{TE} --use-varlen-dataset --packing-attention sdpa", "--packing-attention sdpa with --transformer-impl"),
+        (f"{LOCAL} --use-varlen-dataset --packing-attention sdpa --spec a b", "two layer specs"),
+        ("--transformer-impl local --use-varlen-dataset", "--seq-length is missing"),
+        (
+            f"{LOCAL} --use-varlen-dataset --packing-chat-format plain --tokenizer-type NullTokenizer",
+            "--packing-chat-format plain with NullTokenizer",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other(parser: argparse.ArgumentParser, flags: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        _settled(parser, flags)
