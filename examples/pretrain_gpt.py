@@ -17,7 +17,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -39,13 +39,31 @@ BATCH_KEYS = [
 
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | None = None) -> list[Any]:
-    """The next microbatch, on this rank's device. One TP rank and one CP rank: there is nobody to share it with."""
-    if mpu.get_tensor_model_parallel_world_size() > 1 or mpu.get_context_parallel_world_size() > 1:
-        raise SystemExit("examples/pretrain_gpt.py runs without TP and CP; use Megatron-LM's pretrain_gpt.py for them.")
+    """The next microbatch, shared over TP. Without packing there is no context parallelism here."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return [None for _ in BATCH_KEYS]
-    batch = next(data_iterator)
-    return [batch[key].cuda(non_blocking=True) if key in batch else None for key in BATCH_KEYS]
+    args = get_args()
+    batch: dict[str, Any] = {}
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        given = next(data_iterator)
+        batch = {key: given[key].cuda(non_blocking=True) if key in given else None for key in BATCH_KEYS}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=1,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    return [batch[key] for key in BATCH_KEYS]
 
 
 def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:

@@ -43,6 +43,51 @@ def packed_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
+def sharded_attention(
+    q_RNH: Tensor,
+    k_TGH: Tensor,
+    v_TGH: Tensor,
+    lengths: Sequence[int],
+    *,
+    cp_size: int,
+    cp_rank: int,
+    scale: float,
+    causal: bool = True,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention of one context-parallel rank's rows over the keys and values of the whole pack.
+
+    A rank holds two chunks of each sample: `cp_rank` and `2 * cp_size - 1 - cp_rank` of 2 * cp_size. A row sees what
+    its true position in the sample allows, wherever it is held.
+
+    Args:
+        q_RNH: [R, N, H], the rank's rows, R = T / cp_size.
+        k_TGH: [T, G, H], every row, in the order of the pack.
+        v_TGH: [T, G, H].
+        lengths: rows of each sample over all ranks, each a multiple of 2 * cp_size.
+        cp_size: ranks that share the pack.
+        cp_rank: this one's number.
+        scale: factor of the scores.
+        causal: whether a row sees only itself and earlier rows of its sample.
+        dropout: probability of dropping an attention weight.
+
+    Returns:
+        [R, N, H].
+    """
+    chunks = [length // (2 * cp_size) for length in lengths for _ in range(2)]
+    outputs = []
+    queries = iter(q_RNH.split(chunks))
+    for length, k, v in zip(lengths, k_TGH.split(lengths), v_TGH.split(lengths), strict=True):
+        chunk = length // (2 * cp_size)
+        for number in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            seen = (number + 1) * chunk if causal else length
+            rows = torch.arange(number * chunk, (number + 1) * chunk, device=q_RNH.device)
+            mask = torch.arange(seen, device=q_RNH.device)[None, :] <= rows[:, None] if causal else None
+            part = {"scale": scale, "causal": False, "dropout": dropout, "mask": mask}
+            outputs.append(_one_sample(next(queries), k[:seen], v[:seen], **part))
+    return torch.cat(outputs)
+
+
 def batched_attention(
     q_SBNH: Tensor, k_SBGH: Tensor, v_SBGH: Tensor, *, scale: float, causal: bool = True, dropout: float = 0.0
 ) -> Tensor:
@@ -55,11 +100,17 @@ def batched_attention(
     return _sdpa(q, k, v, scale=scale, causal=causal, dropout=dropout).permute(2, 0, 1, 3)
 
 
-def _one_sample(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, dropout: float) -> Tensor:
+def _one_sample(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, dropout: float, mask: Tensor | None = None
+) -> Tensor:
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [s, heads, H] -> [1, heads, s, H]
-    return _sdpa(q, k, v, scale=scale, causal=causal, dropout=dropout).squeeze(0).transpose(0, 1)
+    return _sdpa(q, k, v, scale=scale, causal=causal, dropout=dropout, mask=mask).squeeze(0).transpose(0, 1)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, dropout: float) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, dropout: float, mask: Tensor | None = None
+) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=grouped
+    )

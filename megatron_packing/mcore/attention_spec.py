@@ -8,6 +8,7 @@ import contextlib
 import math
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -17,8 +18,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor, nn
 
-from megatron_packing.attention.core import batched_attention, packed_attention
+from megatron_packing.attention.core import batched_attention, packed_attention, sharded_attention
+from megatron_packing.comm.gather import all_gather_rows_of_cp
 from megatron_packing.errors import ConfigError, PackingError
+from megatron_packing.thd.layout import order_of_gathered_rows
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -62,10 +65,7 @@ class PackedDotProductAttention(MegatronModule):
             raise ConfigError(f"packing's attention is for self-attention; the model asks for {attention_type!r}.")
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        if pg_collection.cp.size() > 1:
-            raise ConfigError(
-                f"packing's attention runs on one context-parallel rank; CP is {pg_collection.cp.size()}."
-            )
+        self.cp_group = pg_collection.cp
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # Megatron's layer-dependent query/key scaling divides before the softmax and multiplies inside it.
@@ -85,8 +85,8 @@ class PackedDotProductAttention(MegatronModule):
         """Attention output.
 
         Args:
-            query: [T, N, H] with packed parameters, else [s, b, N, H].
-            key: [T, G, H], else [s, b, G, H].
+            query: [R, N, H] with packed parameters, R = T / CP the rank's rows; else [s, b, N, H].
+            key: [R, G, H], else [s, b, G, H].
             value: like `key`.
             attention_mask: must be None; causality and boundaries are the whole mask.
             attn_mask_type: overrides the layer's own.
@@ -94,13 +94,15 @@ class PackedDotProductAttention(MegatronModule):
             packed_seq_params: boundaries of the pack.
 
         Returns:
-            [T, N * H] with packed parameters, else [s, b, N * H].
+            [R, N * H] with packed parameters, else [s, b, N * H].
         """
         if attention_bias is not None or attention_mask is not None:
             raise PackingError("packing's attention takes neither an explicit mask nor a bias.")
         dropout = self.dropout if self.training else 0.0
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
         if packed_seq_params is None:
+            if self.cp_group.size() > 1:
+                raise PackingError("without boundaries, packing's attention runs on one context-parallel rank only.")
             with self._random_state(dropout):
                 out = batched_attention(query, key, value, scale=self.scale, causal=causal, dropout=dropout)
             return out.reshape(*out.shape[:2], self.hidden_per_rank)
@@ -108,9 +110,23 @@ class PackedDotProductAttention(MegatronModule):
         if boundaries is None:
             boundaries = packed_seq_params.cu_seqlens_q
         lengths = boundaries.diff().tolist()
+        settings = {"scale": self.scale, "causal": causal, "dropout": dropout}
         with self._random_state(dropout):
-            out = packed_attention(query, key, value, lengths, scale=self.scale, causal=causal, dropout=dropout)
+            if self.cp_group.size() == 1:
+                out = packed_attention(query, key, value, lengths, **settings)
+            else:
+                out = self._over_context_parallel_ranks(query, key, value, lengths, settings)
         return out.reshape(out.shape[0], self.hidden_per_rank)
+
+    def _over_context_parallel_ranks(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], settings: dict[str, Any]
+    ) -> Tensor:
+        """Gather every rank's keys and values, put them in the pack's order, and look at them from this rank's rows."""
+        order = order_of_gathered_rows(tuple(lengths), self.cp_group.size()).to(query.device)
+        gathered = all_gather_rows_of_cp(torch.stack([key, value], dim=1), self.cp_group).index_select(0, order)
+        keys, values = gathered.unbind(dim=1)
+        place = {"cp_size": self.cp_group.size(), "cp_rank": self.cp_group.rank()}
+        return sharded_attention(query, keys, values, lengths, **place, **settings)
 
     def _random_state(self, dropout: float) -> Any:
         """Dropout of attention weights draws from the model-parallel state, as Megatron's own attention does."""

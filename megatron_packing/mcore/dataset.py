@@ -328,13 +328,14 @@ def make_provider(config: PackingConfig) -> Callable[..., Any]:
 
     def provider(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-        from megatron.core.parallel_state import get_tensor_model_parallel_rank
 
         dataset_class = dataset_class_of(config.dataset)
         dataset_config = dataset_config_of(config)
         _check_sources(dataset_class, dataset_config)
+        if config.packed and vp_stage not in (None, 0):
+            return None, None, None  # the first chunk's iterator feeds them all
         datasets = BlendedMegatronDatasetBuilder(
-            dataset_class, num_samples, lambda: get_tensor_model_parallel_rank() == 0, dataset_config
+            dataset_class, num_samples, lambda: _reads_data(config, vp_stage), dataset_config
         ).build()
         # Megatron cannot load from an empty split (--eval-iters 0); where nothing is asked, there is none.
         train, valid, test = (built if wanted else None for built, wanted in zip(datasets, num_samples, strict=True))
@@ -342,6 +343,22 @@ def make_provider(config: PackingConfig) -> Callable[..., Any]:
 
     provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron: called on every rank
     return provider
+
+
+def _reads_data(config: PackingConfig, vp_stage: int | None) -> bool:
+    """Whether this rank needs a dataset.
+
+    Packed: TP rank 0 of the first stage, which shares packs with the others. Padded: as in Megatron's own scripts,
+    the first and the last stage each read their own.
+    """
+    from megatron.core import parallel_state
+    from megatron.training.utils import is_first_or_last_pipeline_stage
+
+    if parallel_state.get_tensor_model_parallel_rank() != 0:
+        return False
+    if config.packed:
+        return parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    return is_first_or_last_pipeline_stage(vp_stage)
 
 
 def dataset_class_of(name: str) -> type[MegatronDataset]:

@@ -154,13 +154,14 @@ def _replace_get_batch(forward_step_func: Callable[..., Any]) -> None:
     keys = list(script["BATCH_KEYS"])
 
     def get_batch(data_iterator: Iterator[Any], vp_stage: int | None = None) -> list[Any]:
-        batch = next(data_iterator)
-        fields = {
-            "tokens": batch.tokens_T[None],
-            "labels": batch.labels_T[None],
-            "loss_mask": batch.loss_mask_T[None],
-            "position_ids": batch.position_ids_T[None],
+        share = next(data_iterator)
+        rows = {
+            "tokens": share.tokens_R,
+            "labels": share.labels_R,
+            "loss_mask": share.loss_mask_R,
+            "position_ids": share.position_ids_R,
         }
+        fields = {key: None if value is None else value[None] for key, value in rows.items()}
         # Boundaries are handed in by the forward pre-hook; with None here the stock step leaves them alone.
         return [fields.get(key) for key in keys]
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_packing.comm.exchange import exchange_samples
+from megatron_packing.comm.failures import raise_if_any_failed
 from megatron_packing.comm.lengths import GatheredLengths, check_same, gather_lengths
 from megatron_packing.config import PackingConfig
 from megatron_packing.errors import PackingError, SampleError
@@ -63,10 +64,23 @@ class StepPacker:
         config: the run's settings.
         group: the data-parallel group (context parallelism not included); None for a single rank.
         device: where that group's backend wants its tensors.
+        siblings: the data-parallel group with context parallelism, whose ranks must all draw and plan the same;
+            None where CP is 1.
+        microbatch_multiple: what the number of microbatches must be a multiple of (interleaved pipelines).
     """
 
-    def __init__(self, config: PackingConfig, *, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: PackingConfig,
+        *,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str,
+        siblings: dist.ProcessGroup | None = None,
+        microbatch_multiple: int = 1,
+    ) -> None:
         self._config = config
+        self._siblings = siblings
+        self._microbatch_multiple = microbatch_multiple
         self._group = group
         self._ranks: dict[str, Any] = {"group": group, "device": device}
         self.dropped: Counter[str] = Counter()
@@ -81,6 +95,8 @@ class StepPacker:
             PackingError: on every rank, when any rank failed.
         """
         drawn, failure = self._draw(data_iterator, count)
+        if self._siblings is not None:  # the gather below reaches one context-parallel rank of each replica only
+            raise_if_any_failed(failure, group=self._siblings, device=self._ranks["device"])
         started = time.perf_counter()
         gathered = gather_lengths(
             [sample.length for sample in drawn.samples],
@@ -93,7 +109,13 @@ class StepPacker:
         gathered_ms = _ms_since(started)
         plan, plan_ms, plan_failure = self._plan(gathered)
         started = time.perf_counter()
-        check_same(plan.digest() if plan else 0, "the plan of this step", **self._ranks, failure=plan_failure)
+        check_same(
+            plan.digest() if plan else 0,
+            "the plan of this step",
+            group=self._siblings or self._group,
+            device=self._ranks["device"],
+            failure=plan_failure,
+        )
         assert plan is not None
         batches = self._exchange(drawn.samples, plan, gathered)
         self.dropped += drawn.dropped
@@ -122,6 +144,7 @@ class StepPacker:
                 topology=self._config.topology,
                 max_tokens_per_rank=self._config.max_tokens_per_rank,
                 max_seqs=self._config.max_seqs,
+                microbatch_multiple=self._microbatch_multiple,
             )
         except Exception as error:  # a planner of the user's own included
             failure = error

@@ -15,11 +15,14 @@ Two forms:
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_packing.thd.batch import PackedBatch
+from megatron_packing.thd import PackedBatch, PackShare
 
 
-def to_packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
-    """Boundaries of `batch` for Megatron: int32, one-dimensional, `max_seqlen` a Python int."""
+def to_packed_seq_params(batch: PackedBatch | PackShare) -> PackedSeqParams:
+    """Boundaries of `batch` for Megatron: int32, one-dimensional, `max_seqlen` a Python int.
+
+    Under context parallelism they are the whole pack's on every rank: Megatron divides by CP itself.
+    """
     boundaries: Tensor = batch.cu_seqlens_padded
     return PackedSeqParams(
         qkv_format="thd",
@@ -33,6 +36,8 @@ def to_packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
     )
 
 
-def padding_mask(batch: PackedBatch) -> Tensor | None:
-    """bool [1, T]: True where a row belongs to no sample; None where every row does."""
+def padding_mask(batch: PackedBatch | PackShare) -> Tensor | None:
+    """bool [1, rows]: True where a row of this rank belongs to no sample; None where every row does."""
+    if isinstance(batch, PackShare):
+        return None if batch.padding_mask_R is None else batch.padding_mask_R[None]
     return batch.padding_mask_T()[None] if batch.is_padded else None

@@ -40,9 +40,10 @@ class StepReporter:
         if training and self._step_began is None:
             self._step_began = time.perf_counter()
 
-    def step_ended(self, figures: StepFigures, packer: StepPacker, *, training: bool) -> None:
-        """Call once the schedule has run, on every rank."""
-        self._warn_of_losses(packer)
+    def step_ended(self, figures: StepFigures, packer: StepPacker | None, *, training: bool) -> None:
+        """Call once the schedule has run, on every rank; `packer` on those that draw samples."""
+        if packer is not None:
+            self._warn_of_losses(packer)
         now = time.perf_counter()
         if not training:
             self._step_began = None  # the next training step begins when it begins

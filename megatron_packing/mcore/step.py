@@ -7,17 +7,17 @@ model, FLOPs counted from real lengths, and no update in a step without targets.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_packing.config import PackingConfig
-from megatron_packing.mcore.iterator import PackedStep, StepPacker
+from megatron_packing.mcore.feed import FedStep, StepFeeder
 from megatron_packing.mcore.params import padding_mask, to_packed_seq_params
 from megatron_packing.mcore.report import StepReporter
-from megatron_packing.thd import PackedBatch
+from megatron_packing.thd import PackShare
 
 
 class PackedStepRunner:
@@ -25,9 +25,9 @@ class PackedStepRunner:
 
     def __init__(self, config: PackingConfig) -> None:
         self._config = config
-        self._current = CurrentMicrobatch()
+        self._currents: list[CurrentMicrobatch] = []
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._packer: StepPacker | None = None
+        self._feeder: StepFeeder | None = None
         self._reporter = StepReporter(config)
 
     def wrap(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,46 +44,44 @@ class PackedStepRunner:
             **keywords: Any,
         ) -> Any:
             chunks = model if isinstance(model, list) else [model]
-            self._prepare(chunks)
+            feeder = self._prepare(chunks)
             self._reporter.step_begins(training=not forward_only)
-            step = self._get_packer().pack(_only_iterator(data_iterator), num_microbatches)
+            step = feeder.feed(data_iterator, num_microbatches)
+            iterators = [PackIterator(step.shares, current) for current in self._currents]
             losses = schedule(
-                data_iterator=PackIterator(step.batches, self._current),
+                data_iterator=iterators if isinstance(data_iterator, list) else iterators[0],
                 model=model,
-                num_microbatches=len(step.batches),
+                num_microbatches=len(step.shares),
                 micro_batch_size=1,
                 forward_only=forward_only,
                 **keywords,
             )
-            self._current.batch = None
+            for current in self._currents:
+                current.share = None
             if not forward_only:
                 _count_real_work(step)
                 if step.figures.targets == 0:
                     losses = _skip_update(chunks, losses)
-            self._reporter.step_ended(step.figures, self._get_packer(), training=not forward_only)
+            self._reporter.step_ended(step.figures, feeder.packer, training=not forward_only)
             return losses
 
         return run
 
-    def _prepare(self, chunks: list[nn.Module]) -> None:
-        for chunk in chunks:
+    def _prepare(self, chunks: list[nn.Module]) -> StepFeeder:
+        """Hook each chunk once; build the feeder at the first step, when Megatron's process groups exist."""
+        for number, chunk in enumerate(chunks):
             if chunk not in self._prepared:
-                prepare_chunk(chunk, self._current)
+                if number == len(self._currents):
+                    self._currents.append(CurrentMicrobatch())
+                prepare_chunk(chunk, self._currents[number])
                 self._prepared.add(chunk)
-
-    def _get_packer(self) -> StepPacker:
-        """Built at the first step, when Megatron's process groups exist."""
-        if self._packer is None:
-            from megatron.core import parallel_state
-
-            group = parallel_state.get_data_parallel_group()
-            on_gpu = torch.distributed.get_backend(group) == "nccl"
-            self._packer = StepPacker(self._config, group=group, device="cuda" if on_gpu else "cpu")
-        return self._packer
+        if self._feeder is None:
+            self._feeder = StepFeeder(self._config, chunks)
+        return self._feeder
 
 
 def prepare_chunk(chunk: nn.Module, current: "CurrentMicrobatch") -> None:
-    """Make a model chunk run packs: once each. `current.batch` is then the pack that its forward is given.
+    """Make a model chunk run packs: once each. `current.share` is then the pack that its forward is given.
 
     Raises:
         ConfigError: the chunk's attention would look across samples.
@@ -101,41 +99,34 @@ def prepare_chunk(chunk: nn.Module, current: "CurrentMicrobatch") -> None:
 
 
 class CurrentMicrobatch:
-    """The pack that is going through the model, set by the iterator and read by the hooks."""
+    """The pack that is going through a model chunk, set by its iterator and read by the hooks."""
 
     def __init__(self) -> None:
-        self.batch: PackedBatch | None = None
+        self.share: PackShare | None = None
 
     def hand_in_boundaries(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forward pre-hook: the pack's boundaries and padding mask, in place of whatever the script built."""
-        if self.batch is None:
+        if self.share is None:
             return args, kwargs
-        kwargs = {**kwargs, "packed_seq_params": to_packed_seq_params(self.batch)}
-        mask = padding_mask(self.batch)
+        kwargs = {**kwargs, "packed_seq_params": to_packed_seq_params(self.share)}
+        mask = padding_mask(self.share)
         if mask is not None:
             kwargs["padding_mask"] = mask
         return args, kwargs
 
 
-class PackIterator(Iterator[PackedBatch]):
+class PackIterator(Iterator[PackShare]):
     """Gives the packs of a step to the script's forward step and notes which one is current."""
 
-    def __init__(self, batches: tuple[PackedBatch, ...], current: CurrentMicrobatch) -> None:
-        self._remaining = iter(batches)
+    def __init__(self, shares: Sequence[PackShare], current: CurrentMicrobatch) -> None:
+        self._remaining = iter(shares)
         self._current = current
 
-    def __next__(self) -> PackedBatch:
-        self._current.batch = next(self._remaining).to("cuda")
-        return self._current.batch
-
-
-def _only_iterator(data_iterator: Any) -> Iterator[Any]:
-    """Interleaved pipelines hand over a list; every layout proven so far has one iterator."""
-    if isinstance(data_iterator, list):
-        (data_iterator,) = data_iterator
-    return data_iterator
+    def __next__(self) -> PackShare:
+        self._current.share = next(self._remaining).to("cuda")
+        return self._current.share
 
 
 def _restart_rope_in_each_sample(chunk: nn.Module, current: CurrentMicrobatch) -> None:
@@ -147,15 +138,15 @@ def _restart_rope_in_each_sample(chunk: nn.Module, current: CurrentMicrobatch) -
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     def angles_of_rows(module: nn.Module, args: Any, angles_P11H: Tensor) -> Tensor:
-        batch = current.batch
-        return angles_P11H if batch is None else angles_P11H.index_select(0, batch.position_ids_T)
+        share = current.share
+        return angles_P11H if share is None else angles_P11H.index_select(0, share.pack_position_ids_T)
 
     for module in chunk.modules():
         if isinstance(module, RotaryEmbedding):
             module.register_forward_hook(angles_of_rows)
 
 
-def _count_real_work(step: PackedStep) -> None:
+def _count_real_work(step: FedStep) -> None:
     """Feed Megatron's FLOP count once a step, with real lengths.
 
     Called here and not in the forward step: evaluation would leak into the next training step, and
@@ -164,8 +155,8 @@ def _count_real_work(step: PackedStep) -> None:
     """
     from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
-    for batch in step.batches:
-        boundaries = torch.zeros(2, dtype=torch.int32) if batch.is_dummy else batch.cu_seqlens
+    for share in step.shares:
+        boundaries = torch.zeros(2, dtype=torch.int32) if share.is_dummy else share.cu_seqlens
         update_seqlen_stats_from_cu_seqlens(boundaries)
 
 

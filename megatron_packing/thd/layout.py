@@ -10,6 +10,7 @@ CP 2:
 Equal to Transformer Engine's `thd_get_partitioned_indices`, without needing CUDA.
 """
 
+import functools
 import itertools
 
 import torch
@@ -44,3 +45,18 @@ def rows_of_cp_rank(cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> Te
         for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
             pieces.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
     return torch.cat(pieces)
+
+
+@functools.lru_cache(maxsize=8)
+def order_of_gathered_rows(lengths: tuple[int, ...], cp_size: int) -> Tensor:
+    """int64 [T]: where each row of the pack stands among the ranks' rows laid one rank after the other.
+
+    Every layer asks for the same pack, so that the last few answers are kept.
+
+    Args:
+        lengths: rows of each sample, padding included.
+        cp_size: ranks that share the pack.
+    """
+    edges = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    gathered = torch.cat([rows_of_cp_rank(edges, cp_size, rank) for rank in range(cp_size)])
+    return torch.argsort(gathered)

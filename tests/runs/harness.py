@@ -195,7 +195,11 @@ def _collect(folder: Path) -> dict[str, Any]:
                 skipped=bool(steps[0]["skipped"]),
             )
         )
-    return {"iterations": tuple(iterations), "weights": ranks[0]["weights"], "arguments": ranks[0]["arguments"]}
+    return {
+        "iterations": tuple(iterations),
+        "weights": {name: weight for rank in ranks for name, weight in rank["weights"].items()},
+        "arguments": ranks[0]["arguments"],
+    }
 
 
 def _tails(run: Run) -> str:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.training import get_args, training
 
 FOLDER = Path(os.environ["RECORD_TO"])
+EOS = 255  # of the toy tokenizer
 iterations: list[dict[str, Any]] = []
 seen: dict[str, list[Any]] = {"samples": [], "targets": []}
 built: dict[str, Any] = {}
@@ -25,25 +27,50 @@ def watch_forward() -> None:
     forward = GPTModel.forward
 
     def watched(self: GPTModel, input_ids: Any, position_ids: Any, attention_mask: Any, **keywords: Any) -> Any:
-        if self.training:
-            note(input_ids, keywords["loss_mask"], keywords.get("packed_seq_params"))
+        if self.training and parallel_state.get_tensor_model_parallel_rank() == 0:
+            if self.post_process:
+                seen["targets"].append(int(keywords["loss_mask"].sum()))
+            if self.pre_process:
+                note_samples(input_ids, keywords.get("packed_seq_params"))
         return forward(self, input_ids, position_ids, attention_mask, **keywords)
 
     GPTModel.forward = watched
 
 
-def note(tokens_BT: torch.Tensor, mask_BT: torch.Tensor, packed: Any) -> None:
-    seen["targets"].append(int(mask_BT.sum()))
+def note_samples(tokens_BR: torch.Tensor, packed: Any) -> None:
+    """Fingerprint each sample on the first stage, whole, whatever the layout."""
     if packed is None:
-        rows = list(zip(tokens_BT, mask_BT, strict=True))
+        rows = list(tokens_BR)
     else:
         lengths = packed.cu_seqlens_q.diff().tolist()
-        rows = list(zip(tokens_BT[0].split(lengths), mask_BT[0].split(lengths), strict=True))
-    for tokens, mask in rows:
-        learned = torch.nonzero(mask)
-        if learned.numel():  # a dummy, and a dropped row in the padded run, hold nothing
-            real = tokens[: int(learned[-1]) + 1]  # up to the last target: the same in both layouts
-            seen["samples"].append(hashlib.sha256(real.numpy().tobytes()).hexdigest()[:12])
+        rows = whole_pack(tokens_BR[0], lengths).split(lengths)
+    if parallel_state.get_context_parallel_rank() > 0:
+        return
+    for tokens in rows:
+        # Padding is 0 or EOS and stands at the end; a sample's inputs end otherwise, or are cut alike in both layouts.
+        real = torch.nonzero((tokens != 0) & (tokens != EOS))
+        if real.numel():  # a dummy, and a dropped row in the padded run, hold nothing
+            seen["samples"].append(hashlib.sha256(tokens[: int(real[-1]) + 1].numpy().tobytes()).hexdigest()[:12])
+
+
+def whole_pack(tokens_R: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """All rows of a pack, in its order, from the ranks that share it."""
+    ranks = parallel_state.get_context_parallel_world_size()
+    if ranks == 1:
+        return tokens_R
+    parts = [torch.empty_like(tokens_R) for _ in range(ranks)]
+    torch.distributed.all_gather(parts, tokens_R.contiguous(), group=parallel_state.get_context_parallel_group())
+    whole = torch.empty(sum(lengths), dtype=tokens_R.dtype)
+    starts = [0] * ranks
+    at = 0
+    for length in lengths:
+        chunk = length // (2 * ranks)
+        for rank, part in enumerate(parts):
+            for number in (rank, 2 * ranks - 1 - rank):
+                whole[at + number * chunk : at + (number + 1) * chunk] = part[starts[rank] : starts[rank] + chunk]
+                starts[rank] += chunk
+        at += length
+    return whole
 
 
 def watch_setup() -> None:
@@ -93,10 +120,13 @@ def state_hash() -> str:
 
 
 def save() -> None:
+    tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     weights = {
-        name: parameter.detach().float().clone()
-        for chunk in built["model"]
+        f"tp{tp} pp{pp} chunk{number} {name}": parameter.detach().float().clone()
+        for number, chunk in enumerate(built["model"])
         for name, parameter in chunk.named_parameters()
+        if first
     }
     record = {
         "iterations": iterations,

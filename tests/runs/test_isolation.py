@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_packing.thd import PackedBatch, SampleTensors, build_pack
+from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, share_of_rank
 from tests import tolerances
 from tests.runs.harness import Runner
 
@@ -66,7 +66,7 @@ def _model(positions: str) -> torch.nn.Module:
 
 
 def _hooked(model: torch.nn.Module) -> torch.nn.Module:
-    """The model as a packed run prepares it; `model.current.batch` is the pack."""
+    """The model as a packed run prepares it; `model.current.share` is the pack."""
     from megatron_packing.mcore.step import CurrentMicrobatch, prepare_chunk
 
     model.current = CurrentMicrobatch()
@@ -88,12 +88,12 @@ def _samples(seed: int = 1) -> list[SampleTensors]:
 
 def _logits(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
     """[T, vocabulary] of one pack."""
-    model.current.batch = batch
+    model.current.share = share_of_rank(batch, cp_size=1, cp_rank=0)
     return model(batch.tokens_T[None], batch.position_ids_T[None], None)[0]
 
 
 def _losses(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
-    model.current.batch = batch
+    model.current.share = share_of_rank(batch, cp_size=1, cp_rank=0)
     return model(batch.tokens_T[None], batch.position_ids_T[None], None, labels=batch.labels_T[None])[0]
 
 
@@ -106,7 +106,7 @@ def _equals_alone(positions: str) -> None:
     model.zero_grad()
     for sample, mine in zip(samples, logits, strict=True):
         # Alone, in Megatron's unpacked layout: [1, n] and no boundaries at all.
-        model.current.batch = None
+        model.current.share = None
         position_ids = torch.arange(sample.length)[None]
         alone = model(sample.tokens_L[None], position_ids, None)[0]
         assert (mine - alone).abs().max() <= tolerances.LOGITS * max(1.0, float(alone.abs().max()))

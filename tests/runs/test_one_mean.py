@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, dummy_pack
+from megatron_packing.thd import PackedBatch, PackShare, SampleTensors, build_pack, dummy_pack, share_of_rank
 from tests.runs.harness import Runner
 
 pytestmark = pytest.mark.run
@@ -76,8 +76,8 @@ def _check(batches: list[PackedBatch]) -> None:
         def set_input_tensor(self, tensor: Any) -> None:
             """Pipelines only."""
 
-        def forward(self, batch: PackedBatch) -> torch.Tensor:
-            return self.weight * batch.tokens_T.float()
+        def forward(self, share: PackShare) -> torch.Tensor:
+            return self.weight * share.tokens_R.float()
 
     config = TransformerConfig(
         num_layers=1, hidden_size=4, num_attention_heads=1, use_cpu_initialization=True, calculate_per_token_loss=True
@@ -86,17 +86,17 @@ def _check(batches: list[PackedBatch]) -> None:
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), LossIsId(config))
 
     def forward_step(iterator: PackIterator, module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        batch = next(iterator)
+        share = next(iterator)
 
         def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-            loss, count = (output * batch.loss_mask_T).sum(), batch.loss_mask_T.sum().to(torch.int)
+            loss, count = (output * share.loss_mask_R).sum(), share.loss_mask_R.sum().to(torch.int)
             return loss, count, {"lm loss": torch.stack([loss.detach(), count.float()])}
 
-        return module(batch), loss_func
+        return module(share), loss_func
 
     losses = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=PackIterator(tuple(batches), CurrentMicrobatch()),
+        data_iterator=PackIterator([share_of_rank(b, cp_size=1, cp_rank=0) for b in batches], CurrentMicrobatch()),
         model=[model],
         num_microbatches=len(batches),
         seq_length=8,

@@ -1,0 +1,110 @@
+"""Who draws a step's samples, and how do its packs reach every rank that runs them?
+
+In each data-parallel replica, and for each of its context-parallel ranks, TP rank 0 of the first stage draws
+and packs (`iterator`); the other TP ranks and stages get their share of each pack from it (`comm.broadcast`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_packing.comm.broadcast import ModelParallel, share_packs
+from megatron_packing.config import PackingConfig
+from megatron_packing.mcore.iterator import StepFigures, StepPacker
+from megatron_packing.thd import PackShare, share_of_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FedStep:
+    """This rank's shares of a step's packs, in the order in which they run, and the step's figures."""
+
+    shares: tuple[PackShare, ...]
+    figures: StepFigures
+
+
+class StepFeeder:
+    """Feeds this rank, step after step. Built once Megatron's process groups and the model exist.
+
+    Args:
+        config: the run's settings.
+        chunks: the rank's model chunks, for the shape of its pipeline.
+    """
+
+    def __init__(self, config: PackingConfig, chunks: list[nn.Module]) -> None:
+        self._place = _find_place()
+        self.packer = _make_packer(config, chunks, self._place) if self._place.has_packs else None
+        """Counts what was dropped and truncated, on ranks that draw; None elsewhere."""
+
+    def feed(self, data_iterator: Iterator[Any] | None, count: int) -> FedStep:
+        """Draw `count` items in each replica, and give this rank its share of every pack.
+
+        Raises:
+            PackingError: on every rank, when any rank failed.
+        """
+        shares: list[PackShare] | None = None
+        figures: StepFigures | None = None
+        failure: Exception | None = None
+        if self.packer is not None:
+            try:
+                step = self.packer.pack(_given(data_iterator), count)
+                place = {"cp_size": self._place.cp_size, "cp_rank": self._place.cp_rank}
+                shares = [share_of_rank(batch, **place) for batch in step.batches]
+                figures = step.figures
+            except Exception as error:  # shared with the ranks that wait for packs
+                failure = error
+        numbers = [0.0] * len(fields(StepFigures)) if figures is None else [float(x) for x in astuple(figures)]
+        mine, numbers = share_packs(shares, numbers, self._place, failure=failure)
+        return FedStep(shares=tuple(mine), figures=_figures_from(numbers))
+
+
+def _find_place() -> ModelParallel:
+    """This rank's place among Megatron's groups."""
+    from megatron.core import parallel_state as groups
+
+    group = groups.get_model_parallel_group()
+    on_gpu = torch.distributed.get_backend(group) == "nccl"
+    return ModelParallel(
+        group=group,
+        source=groups.get_model_parallel_src_rank(),
+        tp_group=groups.get_tensor_model_parallel_group(),
+        tp_source=groups.get_tensor_model_parallel_src_rank(),
+        pp_group=groups.get_pipeline_model_parallel_group(),
+        is_first_stage=groups.is_pipeline_first_stage(ignore_virtual=True),
+        is_last_stage=groups.is_pipeline_last_stage(ignore_virtual=True),
+        last_stage=groups.get_pipeline_model_parallel_last_rank(),
+        cp_size=groups.get_context_parallel_world_size(),
+        cp_rank=groups.get_context_parallel_rank(),
+        device="cuda" if on_gpu else "cpu",
+    )
+
+
+def _make_packer(config: PackingConfig, chunks: list[nn.Module], place: ModelParallel) -> StepPacker:
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config
+
+    # Interleaved stages run microbatches in groups, none of which may be cut.
+    multiple = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
+    return StepPacker(
+        config,
+        group=parallel_state.get_data_parallel_group(),
+        siblings=parallel_state.get_data_parallel_group(with_context_parallel=True) if place.cp_size > 1 else None,
+        device=place.device,
+        microbatch_multiple=multiple,
+    )
+
+
+def _given(data_iterator: Any) -> Iterator[Any]:
+    """The rank's iterator; interleaved stages hand over one for each chunk, of which only the first has data."""
+    if isinstance(data_iterator, list):
+        return next(iterator for iterator in data_iterator if iterator is not None)
+    assert data_iterator is not None, "a rank that draws samples has a data iterator"
+    return data_iterator
+
+
+def _figures_from(numbers: list[float]) -> StepFigures:
+    """The inverse of `astuple`; counts come back as integers."""
+    pairs = zip(fields(StepFigures), numbers, strict=True)
+    return StepFigures(**{field.name: int(x) if field.type is int else x for field, x in pairs})
