@@ -64,7 +64,7 @@ class PackingConfig:
             _check_positive("--thd-max-packed-sequences", self.max_seqs)
         if self.packed:
             self._check_capacity()
-            pass  # self._check_layout()
+            self._check_layout()
             self._check_attention()
 
     def _check_capacity(self) -> None:
@@ -86,21 +86,19 @@ class PackingConfig:
             )
 
     def _check_layout(self) -> None:
-        """Refuse every layout whose packed run is not yet proven against Megatron's unpacked run."""
+        """Refuse the mixtures of layouts whose packed run is not yet proven against Megatron's unpacked run."""
         topology = self.topology
         unproven = {
-            "--context-parallel-size": topology.cp,
-            "--tensor-model-parallel-size": topology.tp,
-            "--pipeline-model-parallel-size": topology.pp,
-            "--num-virtual-stages-per-pipeline-rank": topology.vpp,
-            "--expert-model-parallel-size": topology.ep,
+            "--expert-model-parallel-size": (topology.ep, {"TP": topology.tp, "PP": topology.pp, "CP": topology.cp}),
+            "--num-virtual-stages-per-pipeline-rank": (topology.vpp, {"CP": topology.cp}),
         }
-        for name, size in unproven.items():
-            if size > 1:
-                raise ConfigError(
-                    f"{name} {size}: packing is proven only for data parallelism so far; the limit is 1. Set it to 1, "
-                    "or leave packing out."
-                )
+        for flag, (size, others) in unproven.items():
+            for name, other in others.items():
+                if size > 1 and other > 1:
+                    raise ConfigError(
+                        f"{flag} with {name} {other}: this mixture is not proven under packing yet. Set {name} to 1, "
+                        f"or leave {flag} out."
+                    )
 
     def _check_attention(self) -> None:
         if self.attention == "stock":
@@ -207,10 +205,6 @@ _PACKED = (
         "--experimental-attention-variant {value}: not proven under packing. Drop the flag, or leave packing out.",
     ),
     _refuse(
-        "num_experts",
-        "--num-experts {value}: experts are not proven under packing yet. Use a dense model or leave packing out.",
-    ),
-    _refuse(
         "mtp_num_layers",
         "--mtp-num-layers {value}: its shifted labels would cross from sample to sample. Drop the flag.",
     ),
@@ -232,6 +226,21 @@ _PACKED = (
     ),
     _refuse(
         "yaml_cfg", "--yaml-cfg: give the flags on the command line, or in a file through the launcher's --config."
+    ),
+)
+
+# What holds for packed runs of a mixture of experts.
+_PACKED_EXPERTS = (
+    _refuse(
+        "moe_token_dispatcher_type",
+        "--moe-token-dispatcher-type {value}: packs differ in length, which only alltoall allows. Set it to alltoall.",
+        lambda value: value != "alltoall",
+    ),
+    _refuse(
+        "moe_expert_capacity_factor",
+        "--moe-expert-capacity-factor {value}: which tokens are dropped would depend on how samples are packed. Drop "
+        "the flag.",
+        lambda value: value is not None,
     ),
 )
 
@@ -263,6 +272,8 @@ def check_megatron_flags(flags: Mapping[str, Any], *, packed: bool, attention: s
         ConfigError: for the first such setting, with flag, value, reason and remedy.
     """
     rules = _ALWAYS + (_PACKED if packed else ()) + (_OUR_ATTENTION if attention == "sdpa" else ())
+    if packed and flags.get("num_experts"):
+        rules += _PACKED_EXPERTS
     for rule in rules:
         # A setting that this version of Megatron does not know cannot be wrong.
         if rule.setting in flags and rule.refused(flags[rule.setting]):

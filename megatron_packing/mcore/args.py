@@ -164,6 +164,11 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
             f"scheduler {config.scheduler}, capacity {config.capacity} tokens = {config.max_tokens_per_rank} per rank "
             f"x CP {config.topology.cp}, alignment {config.topology.alignment}"
         )
+        if args.num_experts and (any(_as_list(args.moe_aux_loss_coeff)) or args.moe_z_loss_coeff):
+            said.append(
+                "auxiliary losses of the experts' router are computed microbatch by microbatch, so that they depend on "
+                "how samples are packed"
+            )
         if args.attention_dropout or args.hidden_dropout:
             said.append(
                 "dropout is on: a packed and an unpacked run draw different random numbers, so their losses differ by "
@@ -194,6 +199,10 @@ def topology_of(args: argparse.Namespace) -> Topology:
         ep=args.expert_model_parallel_size,
         sequence_parallel=bool(args.sequence_parallel),
     )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _dataset(args: argparse.Namespace) -> str:

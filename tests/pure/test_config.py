@@ -73,20 +73,38 @@ def test_a_wrong_setting_names_its_flag_and_a_way_out(changes: dict[str, Any], m
 
 # Layouts whose packed run is not proven yet: each leaves this list with the proof.
 UNPROVEN = [
-    pytest.param({"cp": 2}, "--context-parallel-size 2", id="cp"),
-    pytest.param({"tp": 2}, "--tensor-model-parallel-size 2", id="tp"),
-    pytest.param({"tp": 2, "sequence_parallel": True}, "--tensor-model-parallel-size 2", id="tp-sp"),
-    pytest.param({"pp": 2}, "--pipeline-model-parallel-size 2", id="pp"),
-    pytest.param({"vpp": 2, "pp": 2}, "pipeline", id="vpp"),
-    pytest.param({"ep": 2}, "--expert-model-parallel-size 2", id="ep"),
+    pytest.param({"ep": 2, "tp": 2}, "--expert-model-parallel-size with TP 2", id="ep-tp"),
+    pytest.param({"ep": 2, "pp": 2}, "--expert-model-parallel-size with PP 2", id="ep-pp"),
+    pytest.param({"ep": 2, "cp": 2}, "--expert-model-parallel-size with CP 2", id="ep-cp"),
+    pytest.param({"vpp": 2, "pp": 2, "cp": 2}, "--num-virtual-stages-per-pipeline-rank with CP 2", id="vpp-cp"),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "flag"), UNPROVEN)
-def test_an_unproven_layout_is_refused(sizes: dict[str, int], flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"{flag}.*the limit is 1. Set it to 1, or leave packing out"):
+@pytest.mark.parametrize(("sizes", "said"), UNPROVEN)
+def test_an_unproven_mixture_of_layouts_is_refused(sizes: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"{said}: this mixture is not proven.*leave --"):
         packed(topology=Topology(**sizes))
     packed(topology=Topology(**sizes), scheduler=None)  # the reference run may use it
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "sequence_parallel": True, "cp": 2}, {"pp": 2, "vpp": 2}, {"ep": 2}])
+def test_proven_layouts_pass(sizes: dict[str, Any]) -> None:
+    assert packed(topology=Topology(**sizes), max_tokens_per_rank=16).packed
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("moe_token_dispatcher_type", "allgather", "--moe-token-dispatcher-type allgather"),
+        ("moe_expert_capacity_factor", 1.5, "--moe-expert-capacity-factor 1.5"),
+    ],
+)
+def test_what_a_packed_mixture_of_experts_is_refused(setting: str, value: Any, words: str) -> None:
+    fine = {**ORDINARY, "num_experts": 8, "moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": None}
+    check_megatron_flags(fine, packed=True, attention="te")
+    check_megatron_flags({**fine, "num_experts": None, setting: value}, packed=True, attention="te")
+    with pytest.raises(ConfigError, match=words):
+        check_megatron_flags({**fine, setting: value}, packed=True, attention="te")
 
 
 # --- capacity -------------------------------------------------------------------------------------
@@ -170,7 +188,6 @@ ORDINARY: dict[str, Any] = {
     "position_embedding_type": "rope",
     "multi_latent_attention": False,
     "experimental_attention_variant": None,
-    "num_experts": None,
     "mtp_num_layers": None,
     "hybrid_layer_pattern": None,
     "heterogeneous_layers_config_path": None,
@@ -213,7 +230,6 @@ PACKED = [
     ("position_embedding_type", "relative", "--position-embedding-type relative"),
     ("multi_latent_attention", True, "--multi-latent-attention"),
     ("experimental_attention_variant", "dsa", "--experimental-attention-variant dsa"),
-    ("num_experts", 8, "--num-experts 8"),
     ("mtp_num_layers", 1, "--mtp-num-layers 1"),
     ("hybrid_layer_pattern", "M*M*", r"--hybrid-layer-pattern M\*M\*"),
     ("heterogeneous_layers_config_path", "layers.json", "--heterogeneous-layers-config-path"),

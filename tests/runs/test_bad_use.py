@@ -45,17 +45,12 @@ def test_flags_that_cannot_work(name: str, runner: Runner, chats: Path) -> None:
     assert_refused(runner, flags, chats, words, ranks=1)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--tensor-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2",
-        "--context-parallel-size 2",
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-    ],
-)
-def test_layouts_not_proven(layout: str, runner: Runner, chats: Path) -> None:
-    assert_refused(runner, f"{PACKED} {layout}", chats, [layout.split()[0], "proven"], ranks=2)
+def test_a_mixture_of_layouts_not_proven(runner: Runner, chats: Path) -> None:
+    experts = "--num-experts 4 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
+    words = ["--expert-model-parallel-size with PP 2", "not proven"]
+    assert_refused(runner, f"{PACKED} {experts} --pipeline-model-parallel-size 2", chats, words, ranks=4)
+    words = ["--moe-token-dispatcher-type allgather", "alltoall"]
+    assert_refused(runner, f"{PACKED} --num-experts 4", chats, words, ranks=1)
 
 
 def test_users_spec_is_kept_and_refused_where_it_would_mix_samples(runner: Runner, chats: Path) -> None:
