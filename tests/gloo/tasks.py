@@ -7,14 +7,18 @@ from unittest import mock
 
 import torch
 
+from megatron_packing.attention.core import sharded_attention
 from megatron_packing.comm import lengths
 from megatron_packing.comm.exchange import exchange_samples
 from megatron_packing.comm.failures import raise_if_any_failed
+from megatron_packing.comm.gather import all_gather_rows_of_cp
 from megatron_packing.comm.lengths import GatheredLengths, check_same, gather_lengths
 from megatron_packing.config import PackingConfig
 from megatron_packing.errors import SampleError
 from megatron_packing.mcore import iterator
 from megatron_packing.thd import SampleTensors
+from megatron_packing.thd.layout import order_of_gathered_rows, rows_of_cp_rank
+from megatron_packing.thd.pack import boundaries_of
 from tests.gloo.pool import group_of
 
 # One sample: tokens, labels, and the bits of its loss mask as int32.
@@ -183,3 +187,51 @@ def _item(row: Row) -> dict[str, Any]:
         "padded_seq_len": torch.tensor([[tokens.numel()]], dtype=torch.int32),
     }
     return {**item, "truncated": torch.tensor([True])} if row.truncated else item
+
+
+def gather_rows(
+    mine: tuple[list[Any], list[Any]], ranks: int, how: str = "plain", dtype: torch.dtype = torch.float32
+) -> tuple[list[Any], list[Any]]:
+    """The rows of all ranks, and the gradient of this rank's rows for the loss sum(weight * rows ** 2) / 2.
+
+    Args:
+        mine: this rank's rows, and its weight for the rows of all ranks.
+        how: "plain"; "strided": rows and gradient that are not contiguous in memory.
+    """
+    rows, weight = (torch.tensor(x, dtype=dtype) for x in mine)
+    if how == "strided":
+        rows, weight = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (rows, weight))
+        assert not rows.is_contiguous()
+    rows.requires_grad_()
+    gathered = all_gather_rows_of_cp(rows, group_of(ranks))
+    (gradient,) = torch.autograd.grad(gathered, rows, weight * gathered.detach())
+    assert gathered.dtype == gradient.dtype == dtype
+    return gathered.tolist(), gradient.tolist()
+
+
+def gradient_of_a_plain_sum(rows: list[float], ranks: int) -> list[float]:
+    """Autograd hands the gradient of a sum over as one number, seen as many rows."""
+    leaf = torch.tensor(rows, requires_grad=True)
+    all_gather_rows_of_cp(leaf, group_of(ranks)).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad.tolist()
+
+
+def attention_inputs(sample_rows: list[int]) -> tuple[torch.Tensor, ...]:
+    """Queries, keys, values and the output's gradient, of 4 query and 2 key heads: the same wherever it is called."""
+    generator = torch.Generator().manual_seed(sum(sample_rows))
+    return tuple(torch.randn(sum(sample_rows), heads, 16, generator=generator) for heads in (4, 2, 2, 4))
+
+
+def attend(sample_rows: list[int], ranks: int, causal: bool) -> list[list[Any]]:
+    """As the model does on this rank: output, and gradients of its queries, keys and values."""
+    group = group_of(ranks)
+    place = {"cp_size": ranks, "cp_rank": group.rank()}
+    mine = rows_of_cp_rank(boundaries_of(sample_rows), **place)
+    *qkv, weight = (x[mine] for x in attention_inputs(sample_rows))
+    query, key, value = (x.requires_grad_() for x in qkv)
+    order = order_of_gathered_rows(tuple(sample_rows), ranks)
+    gathered = all_gather_rows_of_cp(torch.stack([key, value], dim=1), group).index_select(0, order)
+    keys, values = gathered.unbind(dim=1)
+    out = sharded_attention(query, keys, values, sample_rows, **place, scale=0.25, causal=causal)
+    return [x.tolist() for x in (out, *torch.autograd.grad((out * weight).sum(), (query, key, value)))]
