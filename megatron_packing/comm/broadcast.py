@@ -82,6 +82,8 @@ def share_packs(
     failed, packs, boundary_entries, rows = (int(value) for value in header[:4].tolist())
     if failed:
         _raise_failure(failure, place)
+    if not packs:
+        return [], header[4:].tolist()
     boundaries = _flat_boundaries(shares) if shares is not None else torch.empty(boundary_entries, dtype=torch.int32)
     boundaries = _broadcast(boundaries.to(place.device), place.source, place.group).cpu()
     mine = _fields(shares, rows, place)
@@ -187,7 +189,8 @@ def _rebuild(boundaries: Tensor, packs: int, mine: _Fields, place: ModelParallel
 
 
 def _raise_failure(failure: Exception | None, place: ModelParallel) -> None:
-    text = str(failure).encode()[:_TEXT_BYTES] if failure is not None else b""
+    # A file name may hold bytes that are no text: its message must not fail in turn while the others wait for it.
+    text = str(failure).encode(errors="backslashreplace")[:_TEXT_BYTES] if failure is not None else b""
     words = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
     words[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     words = _broadcast(words.to(place.device), place.source, place.group).cpu()

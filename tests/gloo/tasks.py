@@ -1,14 +1,17 @@
 """What the ranks of the pool run. Arguments and answers are plain values: tensors stay in the processes."""
 
+import contextlib
+import functools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from megatron_packing.attention.core import sharded_attention
-from megatron_packing.comm import lengths
+from megatron_packing.comm import broadcast, lengths
 from megatron_packing.comm.exchange import exchange_samples
 from megatron_packing.comm.failures import raise_if_any_failed
 from megatron_packing.comm.gather import all_gather_rows_of_cp
@@ -16,7 +19,7 @@ from megatron_packing.comm.lengths import GatheredLengths, check_same, gather_le
 from megatron_packing.config import PackingConfig
 from megatron_packing.errors import SampleError
 from megatron_packing.mcore import iterator
-from megatron_packing.thd import SampleTensors
+from megatron_packing.thd import PackedBatch, PackShare, SampleTensors, build_pack, dummy_pack, share_of_rank
 from megatron_packing.thd.layout import order_of_gathered_rows, rows_of_cp_rank
 from megatron_packing.thd.pack import boundaries_of
 from tests.gloo.pool import group_of
@@ -235,3 +238,129 @@ def attend(sample_rows: list[int], ranks: int, causal: bool) -> list[list[Any]]:
     keys, values = gathered.unbind(dim=1)
     out = sharded_attention(query, keys, values, sample_rows, **place, scale=0.25, causal=causal)
     return [x.tolist() for x in (out, *torch.autograd.grad((out * weight).sum(), (query, key, value)))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A model-parallel group among the four ranks: its global ranks, stage by stage, TP ranks side by side."""
+
+    tp: int
+    ranks: tuple[int, ...]
+
+    @property
+    def pp(self) -> int:
+        return len(self.ranks) // self.tp
+
+    @property
+    def source(self) -> int:
+        return self.ranks[0]
+
+    def stage(self, rank: int) -> int:
+        return self.ranks.index(rank) // self.tp
+
+    def is_middle(self, rank: int) -> bool:
+        return 0 < self.stage(rank) < self.pp - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A pack as plain values: its samples, or a dummy."""
+
+    samples: tuple[Sample, ...]
+    alignment: int
+
+    def batch(self) -> PackedBatch:
+        if not self.samples:
+            return dummy_pack(alignment=self.alignment)
+        return build_pack([_tensors(sample) for sample in self.samples], alignment=self.alignment)
+
+    def share(self, cp_size: int, cp_rank: int) -> PackShare:
+        return share_of_rank(self.batch(), cp_size=cp_size, cp_rank=cp_rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What `share_packs` gave one rank, and what it cost."""
+
+    shares: list[dict[str, Any]]
+    figures: list[float]
+    calls: list[tuple[str, int]]
+    """Each broadcast, send and receive, with its numbers of 32 bits."""
+
+
+def plain_share(share: PackShare) -> dict[str, Any]:
+    """Every field with its type, floats by their bits, and whether the boundaries are one object."""
+    values: dict[str, Any] = {"one_object": share.cu_seqlens is share.cu_seqlens_padded}
+    for name in (each.name for each in fields(PackShare)):
+        value = getattr(share, name)
+        if isinstance(value, torch.Tensor):
+            bits = value.contiguous().view(torch.int32) if value.dtype == torch.float32 else value
+            values[name] = (str(value.dtype), bits.tolist())
+        else:
+            values[name] = (type(value).__name__, value)
+    return values
+
+
+def share(
+    layout: Layout,
+    packs: list[Made],
+    cp: tuple[int, int],
+    figures: list[float],
+    failure: str | None = None,
+) -> tuple[str, Any]:
+    """What this rank gets of `packs`, which only the source makes. Ranks outside the layout get None."""
+    groups = _groups_of(layout)  # made by all ranks together
+    rank = dist.get_rank()
+    if rank not in layout.ranks:
+        return "outside", None
+    place = _place(layout, groups, rank, cp)
+    mine, numbers = None, [0.0] * len(figures)
+    if rank == layout.source and failure is None:
+        mine, numbers = [pack.share(*cp) for pack in packs], figures
+    error = None if failure is None or rank != layout.source else ValueError(failure)
+    calls: list[tuple[str, int]] = []
+    with contextlib.ExitStack() as stack:
+        for name in ("broadcast", "send", "recv"):
+            stack.enter_context(mock.patch.object(broadcast.dist, name, _noted(getattr(dist, name), name, calls)))
+        kind, answer = outcome(lambda: broadcast.share_packs(mine, numbers, place, failure=error))
+    if kind != "returned":
+        return kind, answer
+    shares, numbers = answer
+    return kind, Shared(shares=[plain_share(one) for one in shares], figures=numbers, calls=calls)
+
+
+def _noted(call: Callable[..., Any], name: str, calls: list[tuple[str, int]]) -> Callable[..., Any]:
+    def noted(tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
+        calls.append((name, tensor.numel() * tensor.element_size() // 4))
+        return call(tensor, *args, **keywords)
+
+    return noted
+
+
+@functools.cache
+def _groups_of(layout: Layout) -> dict[tuple[int, ...], Any]:
+    """The layout's groups by their ranks: all of it, its stages over TP, its pipelines."""
+    stages = [layout.ranks[at : at + layout.tp] for at in range(0, len(layout.ranks), layout.tp)]
+    pipelines = list(zip(*stages, strict=True))
+    return {ranks: dist.new_group(list(ranks)) for ranks in dict.fromkeys([layout.ranks, *stages, *pipelines])}
+
+
+def _place(
+    layout: Layout, groups: dict[tuple[int, ...], Any], rank: int, cp: tuple[int, int]
+) -> broadcast.ModelParallel:
+    stage = layout.stage(rank)
+    tp_ranks = layout.ranks[stage * layout.tp : (stage + 1) * layout.tp]
+    pp_ranks = layout.ranks[tp_ranks.index(rank) :: layout.tp]
+    return broadcast.ModelParallel(
+        group=groups[layout.ranks],
+        source=layout.source,
+        tp_group=groups[tp_ranks],
+        tp_source=tp_ranks[0],
+        pp_group=groups[pp_ranks],
+        is_first_stage=stage == 0,
+        is_last_stage=stage == layout.pp - 1,
+        last_stage=pp_ranks[-1],
+        cp_size=cp[0],
+        cp_rank=cp[1],
+        device="cpu",
+    )
