@@ -108,6 +108,26 @@ def test_bf16_error_is_that_of_the_unpacked_run(
     assert _rms(packed, exact) <= tolerances.BF16_ERROR_FACTOR * _rms(plain, exact)
 
 
+@pytest.mark.parametrize("name", ["TP2 SP", "PP2", "CP2"])
+def test_step_without_targets_and_evaluation_in_a_layout(name: str, runner: Runner, chats: Path) -> None:
+    """All ranks skip together; evaluation's loss is that of the unpacked run."""
+    layout = LAYOUTS[name]
+    steps = "--train-iters 8 --lr-decay-iters 8 --eval-iters 2 --eval-interval 4 --split 80,20,0"
+    masked = "--packing-dataset tests.runs.datasets:MaskedSteps"
+    run = runner.train(_later_wins(PACKED, layout.flags, masked, steps), data=chats, ranks=layout.ranks)
+    assert [step.iteration for step in run.iterations if step.skipped] == [3, 7]
+    assert run.iterations[2].state == run.iterations[1].state
+    assert run.iterations[3].state != run.iterations[2].state
+    packed = runner.train(_later_wins(PACKED, layout.flags, steps), data=chats, ranks=layout.ranks)
+    reference = _reference(layout, runner, chats, steps)
+    mine, theirs = (
+        [float(x) for x in re.findall(r"validation loss at iteration \d+ .*?lm loss value: (\S+)", each.log)]
+        for each in (packed, reference)
+    )
+    assert len(mine) == len(theirs) >= 2
+    assert mine == pytest.approx(theirs, abs=2 * tolerances.LOSS_PER_ITERATION * max(theirs))  # printed with 7 digits
+
+
 def _reference(layout: Layout, runner: Runner, chats: Path, more: str = "") -> Run:
     without_cp = re.sub(r"--context-parallel-size \d --max-seqlen-per-dp-cp-rank \d+", "", layout.flags)
     cp = re.search(r"--context-parallel-size (\d)", layout.flags)
