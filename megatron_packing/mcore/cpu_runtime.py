@@ -82,7 +82,7 @@ def _to_cpu(designator: Any) -> Any:
         return "cpu"
     if isinstance(designator, torch.device) and designator.type == "cuda":
         return _CPU
-    if type(designator) is int:  # what torch.cuda.current_device() returns
+    if type(designator) is int:  # a device's number
         return _CPU
     return designator
 
@@ -136,6 +136,22 @@ class _Idle:
         return lambda *args, **kwargs: self  # record_event(), wait_stream(), synchronize(), ...
 
 
+class _ThisDevice(str):
+    """The current device: "cpu" to torch, and 0 where Megatron formats it into "cuda:{}" or counts with it.
+
+    torch suspends the rewriter while it runs a nested backward (recomputation), so that this one must be right by
+    itself.
+    """
+
+    def __format__(self, spec: str) -> str:
+        return "0"
+
+    def __index__(self) -> int:
+        return 0
+
+    __int__ = __index__
+
+
 def _always(value: Any = None) -> Callable[..., Any]:
     """A function of its own for each use: torch keeps tables keyed on function objects."""
     return lambda *args, **kwargs: value
@@ -147,7 +163,7 @@ def _stub_device_queries() -> None:
     cuda._lazy_init = _always()
     cuda._lazy_call = lambda callback, **kwargs: callback()
     cuda.device_count = _always(1)  # Megatron skips the set-up of its groups at 0
-    cuda.current_device = _always(0)  # an int: Megatron formats it into "cuda:{}"
+    cuda.current_device = _always(_ThisDevice("cpu"))
     cuda.set_device = _always()
     cuda.get_device_capability = _always((8, 0))
     cuda.get_device_properties = _always(types.SimpleNamespace(major=8, minor=0, name="cpu"))

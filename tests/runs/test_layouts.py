@@ -64,7 +64,7 @@ LAYOUTS = {
     "PP2 DP2, distributed optimizer": Layout(flags=PP2, ranks=4, packed_only=DISTRIBUTED),
     "CP2 DP2, distributed optimizer": Layout(flags=CP2, ranks=4, packed_only=DISTRIBUTED),
     "EP2 DP4, distributed optimizer": Layout(flags=EP2, ranks=4, packed_only="--use-distributed-optimizer"),
-    "TP2 SP, recompute": Layout(flags=SP, ranks=2, packed_only=RECOMPUTE),
+    "TP2 SP, recompute": Layout(flags=SP, ranks=2, packed_only=RECOMPUTE, usual=True),
     "PP2, recompute": Layout(flags=PP2, ranks=2, packed_only=RECOMPUTE),
     "CP2, recompute": Layout(flags=CP2, ranks=2, packed_only=RECOMPUTE),
     "CP2, selective recompute": Layout(flags=CP2, ranks=2, packed_only="--recompute-granularity selective"),
