@@ -17,8 +17,8 @@ pytestmark = pytest.mark.run
 
 GRADIENT_REL_L2 = 1e-7
 """Relative L2 distance of each parameter's gradient from that of one rank, in fp64, where 2.5e-15 was measured.
-Megatron's cross entropy rounds logits to fp32; one that is rounded the other way may cost 1e-8. In fp32 the same comparison gives
-1.2e-6, the rounding of two layers, which would hide a small fault."""
+Megatron's cross entropy rounds logits to fp32; one that is rounded the other way may cost 1e-8. In fp32 the same
+comparison gives 1.2e-6, the rounding of two layers, which would hide a small fault."""
 
 LENGTHS = (7, 2, 16, 1, 12)
 ALIGNMENT = 8  # of CP 4; the others run the same pack
