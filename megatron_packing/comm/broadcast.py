@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_packing.comm.failures import as_text_row, text_of_row
 from megatron_packing.errors import PackingError
 from megatron_packing.thd.share import PackShare, make_share
-
-_TEXT_BYTES = 2048  # of a failure's message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,15 +188,10 @@ def _rebuild(boundaries: Tensor, packs: int, mine: _Fields, place: ModelParallel
 
 
 def _raise_failure(failure: Exception | None, place: ModelParallel) -> None:
-    # A file name may hold bytes that are no text: its message must not fail in turn while the others wait for it.
-    text = str(failure).encode(errors="backslashreplace")[:_TEXT_BYTES] if failure is not None else b""
-    words = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-    words[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    words = _broadcast(words.to(place.device), place.source, place.group).cpu()
+    words = _broadcast(as_text_row(failure).to(place.device), place.source, place.group).cpu()
     if failure is not None:
         raise failure
-    message = bytes(words.tolist()).rstrip(b"\0").decode(errors="replace")
-    raise PackingError(f"rank {place.source} failed: {message or 'see its output.'}")
+    raise PackingError(f"rank {place.source} failed: {text_of_row(words) or 'see its output.'}")
 
 
 def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:

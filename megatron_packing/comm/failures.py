@@ -36,17 +36,31 @@ def raise_if_any_failed(
 
 def raise_first_failure(failure: Exception | None, *, group: dist.ProcessGroup, device: torch.device | str) -> None:
     """Share the failures' texts, then raise. Called by all ranks once they know that one has failed."""
-    text = str(failure).encode()[:_TEXT_BYTES] if failure is not None else b""
-    mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-    mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    mine = as_text_row(failure)
     texts = all_gather_rows(mine, group=group, device=device)
     if failure is not None:
         raise failure
     for rank, row in enumerate(texts):
-        words = bytes(row.tolist()).rstrip(b"\0")
+        words = text_of_row(row)
         if words:
-            raise PackingError(f"rank {rank} of {group.size()} failed: {words.decode(errors='replace')}")
+            raise PackingError(f"rank {rank} of {group.size()} failed: {words}")
     raise PackingError("another rank failed without a message; see its output.")
+
+
+def as_text_row(failure: Exception | None) -> Tensor:
+    """uint8 of a fixed size: what `failure` says, cut where it is too long; zeros for None.
+
+    Any text can be sent: an undecodable file name must not raise here, where other ranks wait.
+    """
+    text = b"" if failure is None else str(failure).encode(errors="backslashreplace")[:_TEXT_BYTES]
+    row = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    row[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    return row
+
+
+def text_of_row(row: Tensor) -> str:
+    """The inverse of `as_text_row`."""
+    return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 def all_gather_rows(row: Tensor, *, group: dist.ProcessGroup, device: torch.device | str) -> Tensor:

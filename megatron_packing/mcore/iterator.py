@@ -92,7 +92,7 @@ class StepPacker:
         """Draw `count` items and pack the step.
 
         Raises:
-            PackingError: on every rank, when any rank failed.
+            PackingError: on every rank, when any rank failed to draw or to plan.
         """
         drawn, failure = self._draw(data_iterator, count)
         if self._siblings is not None:  # the gather below reaches one context-parallel rank of each replica only

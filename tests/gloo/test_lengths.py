@@ -130,3 +130,9 @@ def test_a_long_text_is_cut_and_still_a_text(pool: GlooPool) -> None:
     assert kind == "PackingError"
     assert told.startswith("rank 0 of 2 failed: xää")
     assert len(told) > 1000
+
+
+def test_a_text_that_no_encoding_takes_keeps_nobody_waiting(pool: GlooPool) -> None:
+    """Python gives undecodable bytes of a file name as lone surrogates."""
+    answers = pool.run(tasks.fail_together, 2, of_rank=["caf\udce9.jsonl:3", None], ranks=2)
+    assert answers[1] == ("PackingError", "rank 0 of 2 failed: caf\\udce9.jsonl:3")
