@@ -23,13 +23,15 @@ class StepReporter:
     """Logs each step's figures every `--packing-log-interval` steps.
 
     A step's time runs from the end of the step before (so that it holds the optimizer's update) to the
-    end of this one; evaluation in between is left out.
+    end of this one; evaluation in between is left out. A step that Megatron runs again (`--rerun-mode`)
+    counts once, and the second run's time goes to the step after it.
     """
 
     def __init__(self, config: PackingConfig) -> None:
         self._every = config.log_interval
         self._interval = _Interval()
         self._step_began: float | None = None
+        self._last_iteration = -1
         self._told: set[str] = set()
         self._steps_without_targets = 0
         self._dropped = 0
@@ -49,6 +51,8 @@ class StepReporter:
             self._step_began = None  # the next training step begins when it begins
             return
         assert self._step_began is not None
+        if self._counted_already():
+            return
         interval = self._interval
         interval.steps += 1
         interval.seconds += now - self._step_began
@@ -61,6 +65,12 @@ class StepReporter:
         if interval.steps >= self._every:
             self._write(figures, interval)
             self._interval = _Interval()
+
+    def _counted_already(self) -> bool:
+        from megatron.training.global_vars import get_args
+
+        last, self._last_iteration = self._last_iteration, get_args().curr_iteration
+        return last == self._last_iteration
 
     def _warn_of_losses(self, packer: StepPacker) -> None:
         """Say once, on the rank where it first happened, why rows are lost."""

@@ -2,9 +2,19 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_packing import VarlenDataset
+from megatron_packing.data import TokenIds
+
+
+class GivenIds(VarlenDataset):
+    """Rows `{"ids": [...]}`, one more than the sample is long; with `"learn": false` nothing is a target."""
+
+    def convert(self, row: Any) -> TokenIds:
+        ids = np.array(row.fields["ids"])
+        return TokenIds(ids, np.full(ids.shape, row.fields.get("learn", True)))
 
 
 class MaskedSteps(VarlenDataset):

@@ -41,7 +41,13 @@ class Iteration:
     consumed_samples: int
     samples: tuple[str, ...]
     """Sorted fingerprints of the samples that went through the model."""
+    packs: tuple[tuple[tuple[str, ...], ...], ...]
+    """Of each rank, of each pass through its model: the fingerprints, in order; a dummy's is empty."""
     targets: int
+    real_tokens: float | None
+    """Sum of the samples' lengths that Megatron counts FLOPs from; None where it takes the sequence length."""
+    squared_lengths: float | None
+    """Sum of their squares, likewise."""
     state: str
     """Hash of rank 0's weights and optimizer state after the step."""
     skipped: bool
@@ -54,6 +60,8 @@ class Run:
     exit_codes: tuple[int | None, ...]
     logs: tuple[str, ...]
     iterations: tuple[Iteration, ...] = ()
+    unfinished: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    """`Iteration.packs` of a step that ended the run before it was logged."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     arguments: dict[str, str] = field(default_factory=dict)
 
@@ -190,16 +198,24 @@ def _collect(folder: Path) -> dict[str, Any]:
                 loss=steps[-1]["loss"],
                 consumed_samples=steps[0]["consumed_samples"],
                 samples=tuple(sorted(sample for step in steps for sample in step["samples"])),
+                packs=tuple(_frozen(step["packs"]) for step in steps),
                 targets=sum(step["targets"] for step in steps),
+                real_tokens=steps[0]["real_tokens"],
+                squared_lengths=steps[0]["squared_lengths"],
                 state=steps[0]["state"],
                 skipped=bool(steps[0]["skipped"]),
             )
         )
     return {
         "iterations": tuple(iterations),
+        "unfinished": tuple(_frozen(rank["unfinished"]) for rank in ranks),
         "weights": {name: weight for rank in ranks for name, weight in rank["weights"].items()},
         "arguments": ranks[0]["arguments"],
     }
+
+
+def _frozen(packs: list[list[str]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(map(tuple, packs))
 
 
 def _tails(run: Run) -> str:

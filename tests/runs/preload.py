@@ -5,6 +5,7 @@ from megatron_packing.mcore import cpu_runtime
 cpu_runtime.install()
 cpu_runtime.patch_megatron()
 
+import megatron.core.tokenizers.text  # noqa: E402  brings transformers, half of a short run's time
 import megatron.training.training  # noqa: E402, F401  after the CUDA runtime is stood in for
 import torch  # noqa: E402
 

@@ -1,7 +1,8 @@
 """examples/pretrain_gpt.py, watched: what went through the model in each step, and what came out.
 
 A user's script as far as packing is concerned. Records: loss, consumed samples, fingerprints of the
-samples, targets, a hash of weights and optimizer state after each step, and the final weights.
+samples, how they lay in packs, targets, what the FLOP count is made of, a hash of weights and optimizer state
+after each step, and the final weights.
 """
 
 import hashlib
@@ -13,13 +14,15 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 from megatron.core.models.gpt import GPTModel
 from megatron.training import get_args, training
 
 FOLDER = Path(os.environ["RECORD_TO"])
 EOS = 255  # of the toy tokenizer
 iterations: list[dict[str, Any]] = []
-seen: dict[str, list[Any]] = {"samples": [], "targets": []}
+seen: dict[str, list[Any]] = {"samples": [], "packs": [], "targets": []}
 built: dict[str, Any] = {}
 
 
@@ -46,11 +49,14 @@ def note_samples(tokens_BR: torch.Tensor, packed: Any) -> None:
         rows = whole_pack(tokens_BR[0], lengths).split(lengths)
     if parallel_state.get_context_parallel_rank() > 0:
         return
+    seen["packs"].append([])
     for tokens in rows:
         # Padding is 0 or EOS and stands at the end; a sample's inputs end otherwise, or are cut alike in both layouts.
         real = torch.nonzero((tokens != 0) & (tokens != EOS))
         if real.numel():  # a dummy, and a dropped row in the padded run, hold nothing
-            seen["samples"].append(hashlib.sha256(tokens[: int(real[-1]) + 1].numpy().tobytes()).hexdigest()[:12])
+            fingerprint = hashlib.sha256(tokens[: int(real[-1]) + 1].numpy().tobytes()).hexdigest()[:12]
+            seen["samples"].append(fingerprint)
+            seen["packs"][-1].append(fingerprint)
 
 
 def whole_pack(tokens_R: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -94,13 +100,16 @@ def watch_log() -> None:
                 "loss": None if loss is None else float(loss),
                 "consumed_samples": get_args().consumed_train_samples,
                 "samples": list(seen["samples"]),
+                "packs": list(seen["packs"]),
                 "targets": sum(seen["targets"]),
+                "real_tokens": keywords["total_real_tokens_in_batch"],
+                "squared_lengths": keywords["seqlen_squared_sum_in_batch"],
                 "state": state_hash(),
                 "skipped": args[2],  # loss_scale, report_memory_flag, skipped_iter
             }
         )
-        seen["samples"].clear()
-        seen["targets"].clear()
+        for noted in seen.values():
+            noted.clear()
         return log(loss_dict, total, lr, iteration, *args, **keywords)
 
     training.training_log = watched
@@ -130,6 +139,7 @@ def save() -> None:
     }
     record = {
         "iterations": iterations,
+        "unfinished": list(seen["packs"]),
         "weights": weights,
         "arguments": {name: repr(value) for name, value in vars(get_args()).items()},
     }
@@ -149,9 +159,27 @@ def script_to_watch() -> str:
     return script
 
 
+def fork_checkpoint_workers() -> None:
+    """Megatron spawns the processes that write checkpoints: 3 seconds each, and without what stands in for CUDA."""
+    start = PersistentAsyncCaller._get_process.__func__
+
+    def forked(cls: Any, rank: int, mp_mode: str = "fork", *rest: Any) -> Any:
+        return start(cls, rank, "fork", *rest)
+
+    PersistentAsyncCaller._get_process = classmethod(forked)
+    if "--save" in sys.argv:
+        filesystem_async.get_write_results_queue("fork")
+
+
 if __name__ == "__main__":
+    fork_checkpoint_workers()
     watch_forward()
     watch_setup()
     watch_log()
-    runpy.run_path(script_to_watch(), run_name="__main__")
+    try:
+        runpy.run_path(script_to_watch(), run_name="__main__")
+    except SystemExit:  # --exit-interval, and a rerun that found a fault
+        if built:
+            save()
+        raise
     save()
