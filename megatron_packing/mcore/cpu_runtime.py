@@ -71,6 +71,7 @@ def patch_megatron() -> None:
     _allow_sequence_parallel_norms()
     _use_fused_adam_contract()
     _split_moe_counts_on_cpu()
+    _fork_checkpoint_writers()
 
 
 # --- torch.cuda -----------------------------------------------------------------------------------
@@ -259,6 +260,25 @@ def _split_moe_counts_on_cpu() -> None:
         return move(tensor, as_numpy, record_stream)
 
     token_dispatcher.maybe_move_tensor_to_cpu = move_or_convert
+
+
+def _fork_checkpoint_writers() -> None:
+    """Megatron spawns the processes that write checkpoints: fresh ones, in which nothing stands in for CUDA.
+
+    The asynchronous writer would divide by a device count of 0 there, and its parent wait for it. A fork shares what
+    is installed here, and saves the seconds that a fresh process takes to import everything.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    start = PersistentAsyncCaller._get_process.__func__
+
+    def start_forked(cls, rank, mp_mode="fork", *rest):  # type: ignore[no-untyped-def]
+        return start(cls, rank, "fork", *rest)
+
+    PersistentAsyncCaller._get_process = classmethod(start_forked)
+    # Callers hold the function itself and rely on its default.
+    filesystem_async.get_write_results_queue.__defaults__ = ("fork",)
 
 
 def _use_fused_adam_contract() -> None:

@@ -153,11 +153,13 @@ def _count_real_work(step: FedStep) -> None:
     interleaved pipelines would count every pack once a chunk. A dummy counts as nothing, but is
     announced, because the count is reduced over all ranks.
     """
-    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+    from megatron.training import training
 
+    if training._seqlen_stats_active:  # Megatron runs this step a second time: it counts once
+        training._seqlen_stats_in_iteration.zero_()
     for share in step.shares:
         boundaries = torch.zeros(2, dtype=torch.int32) if share.is_dummy else share.cu_seqlens
-        update_seqlen_stats_from_cu_seqlens(boundaries)
+        training.update_seqlen_stats_from_cu_seqlens(boundaries)
 
 
 def _skip_update(chunks: list[nn.Module], losses: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -173,14 +175,21 @@ def _skip_update(chunks: list[nn.Module], losses: list[dict[str, Tensor]]) -> li
 
     # Megatron's loop sets the model's grad_scale_func to the optimizer's bound method.
     optimizer = get_model_config(chunks[0]).grad_scale_func.__self__
-    step = optimizer.step
-
-    def skip_once() -> tuple[bool, None, None]:
-        optimizer.step = step
-        return False, None, None
-
-    optimizer.step = skip_once
+    if not isinstance(optimizer.step, _SkipOnce):  # Megatron may run a step a second time before it updates
+        optimizer.step = _SkipOnce(optimizer)
     return [{key: _with_count_one(value) for key, value in loss.items()} for loss in losses]
+
+
+class _SkipOnce:
+    """Stands in for an optimizer's `step` until it is called: no update, and the real one is back."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._step = optimizer.step
+
+    def __call__(self) -> tuple[bool, None, None]:
+        self._optimizer.step = self._step
+        return False, None, None
 
 
 def _with_count_one(sum_and_count: Tensor) -> Tensor:

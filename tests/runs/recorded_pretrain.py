@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 from megatron.core.models.gpt import GPTModel
 from megatron.training import get_args, training
 
@@ -159,20 +157,7 @@ def script_to_watch() -> str:
     return script
 
 
-def fork_checkpoint_workers() -> None:
-    """Megatron spawns the processes that write checkpoints: 3 seconds each, and without what stands in for CUDA."""
-    start = PersistentAsyncCaller._get_process.__func__
-
-    def forked(cls: Any, rank: int, mp_mode: str = "fork", *rest: Any) -> Any:
-        return start(cls, rank, "fork", *rest)
-
-    PersistentAsyncCaller._get_process = classmethod(forked)
-    if "--save" in sys.argv:
-        filesystem_async.get_write_results_queue("fork")
-
-
 if __name__ == "__main__":
-    fork_checkpoint_workers()
     watch_forward()
     watch_setup()
     watch_log()

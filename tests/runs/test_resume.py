@@ -175,7 +175,6 @@ def test_step_that_runs_again_is_logged_once(runner: Runner, rows_with_empty_ste
     assert "skipped: 3" not in replayed.log
 
 
-@pytest.mark.xfail(strict=True, reason="the second run's work is added to the first one's")
 def test_step_that_runs_again_counts_its_work_once(runner: Runner, rows: Path) -> None:
     plain = runner.train(FLAGS, data=rows)
     replayed = runner.train(FLAGS, REPLAYING, data=rows)
@@ -183,7 +182,6 @@ def test_step_that_runs_again_counts_its_work_once(runner: Runner, rows: Path) -
         assert (mine.real_tokens, mine.squared_lengths) == (theirs.real_tokens, theirs.squared_lengths)
 
 
-@pytest.mark.xfail(strict=True, reason="the update of the step after it is skipped as well")
 def test_skipped_step_that_runs_again_skips_only_itself(runner: Runner, rows_with_empty_steps: Path) -> None:
     plain = runner.train(FLAGS, data=rows_with_empty_steps)
     replayed = runner.train(FLAGS, REPLAYING, data=rows_with_empty_steps)
