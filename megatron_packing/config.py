@@ -44,6 +44,8 @@ class PackingConfig:
     """How conversations become tokens where the tokenizer has no chat template."""
     log_interval: int = 1
     """Steps between two lines of packing figures."""
+    data_timeout: float = 300.0
+    """Seconds that a reader may take for one item."""
 
     @property
     def packed(self) -> bool:
@@ -60,6 +62,7 @@ class PackingConfig:
         _check_choice("--packing-bad-rows", self.bad_rows, BAD_ROW_POLICIES)
         _check_positive("--seq-length", self.seq_length)
         _check_positive("--packing-log-interval", self.log_interval)
+        _check_positive("--packing-data-timeout", self.data_timeout)
         if self.max_seqs is not None:
             _check_positive("--thd-max-packed-sequences", self.max_seqs)
         if self.packed:
@@ -113,7 +116,7 @@ def _check_choice(flag: str, value: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{flag} {value}: unknown; choose one of {', '.join(known)}.")
 
 
-def _check_positive(flag: str, value: int) -> None:
+def _check_positive(flag: str, value: float) -> None:
     if value < 1:
         raise ConfigError(f"{flag} {value}: must be at least 1.")
 

@@ -15,10 +15,14 @@ import os
 import runpy
 import socket
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_packing.errors import ConfigError, PackingError
+
+_PEERS = "megatron_packing.mcore.peers"  # loads torch, so that it is there only once a run has begun
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,10 +30,52 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _parse(sys.argv[1:] if argv is None else argv)
     try:
         _run(options)
-    except PackingError as error:
-        # One clear line on every rank instead of a traceback: these are the user's to mend.
-        print(f"[rank {os.environ.get('RANK', '0')}] megatron_packing: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            _tell_others(f"it left with exit code {leaving.code}")
+            raise
+    except KeyboardInterrupt:
+        _end_with(130, "interrupted")
+    except BaseException as error:  # a checkpoint's failure is no Exception
+        _print_what_nobody_foresaw(error)
+        first = _first_cause(error)
+        if first is not None:
+            _end_with(1, f"another rank ended: {first}")
+        # One clear line on every rank: what is a PackingError is the user's to mend.
+        _end_with(2 if isinstance(error, PackingError) else 1, _in_one_line(error))
+    if peers := sys.modules.get(_PEERS):
+        peers.leave()
+
+
+def _end_with(code: int, cause: str) -> NoReturn:
+    """Tell the other ranks, say it in the last line, and end in bounded time."""
+    _tell_others(cause)
+    print(f"[rank {os.environ.get('RANK', '0')}] megatron_packing: error: {cause}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def _print_what_nobody_foresaw(error: BaseException) -> None:
+    """The traceback of a bug, also where it travels as a failure that every rank tells."""
+    unforeseen = error.__cause__ if isinstance(error, PackingError) else error
+    if unforeseen is not None and not isinstance(unforeseen, PackingError):
+        traceback.print_exception(unforeseen)
+
+
+def _first_cause(error: BaseException) -> str | None:
+    """What another rank ended of, if that is why this one ends."""
+    peers = sys.modules.get(_PEERS)
+    return peers.first_cause(error) if peers else None
+
+
+def _in_one_line(error: BaseException) -> str:
+    peers = sys.modules.get(_PEERS)
+    return str(error) if isinstance(error, PackingError) or not peers else str(peers.describe(error))
+
+
+def _tell_others(cause: str) -> None:
+    if peers := sys.modules.get(_PEERS):
+        peers.tell(f"rank {peers.rank()}: {cause}")
+        peers.bound_teardown()
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -72,9 +118,10 @@ def _run(options: argparse.Namespace) -> None:
     device = _choose_device(options.device, dry_run=options.dry_run)
     if device == "cpu":
         flags += _start_cpu_runtime(flags)
-    from megatron_packing.mcore import hooks
+    from megatron_packing.mcore import hooks, peers
 
     hooks.install(dry_run=options.dry_run)
+    peers.install()
     sys.argv = [str(options.script), *flags]
     sys.path.insert(0, str(options.script.resolve().parent))
     runpy.run_path(str(options.script), run_name="__main__")

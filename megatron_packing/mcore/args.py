@@ -92,6 +92,14 @@ def add_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         help="conversations without a chat template: plain writes the roles, bare only the contents",
     )
     add("--packing-log-interval", type=int, default=1, help="steps between two lines of packing figures")
+    add(
+        "--packing-data-timeout",
+        type=int,
+        default=300,
+        metavar="SECONDS",
+        help="longest wait for one item of a dataset; then the run ends and says where it waited (default: 300, below "
+        "the 10 minutes after which Megatron's collectives give up)",
+    )
     return parser
 
 
@@ -138,6 +146,7 @@ def resolve(args: argparse.Namespace) -> PackingConfig:
         attention=attention,  # type: ignore[arg-type]
         chat_format=args.packing_chat_format,
         log_interval=args.packing_log_interval,
+        data_timeout=args.packing_data_timeout,
     )
 
 

@@ -20,6 +20,8 @@ from megatron_packing.comm.failures import raise_if_any_failed
 from megatron_packing.comm.lengths import GatheredLengths, check_same, gather_lengths
 from megatron_packing.config import PackingConfig
 from megatron_packing.errors import PackingError, SampleError
+from megatron_packing.mcore import peers
+from megatron_packing.mcore.watch import ReadLimit
 from megatron_packing.schedule import Plan, make_plan
 from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, dummy_pack
 
@@ -81,6 +83,7 @@ class StepPacker:
         self._config = config
         self._siblings = siblings
         self._microbatch_multiple = microbatch_multiple
+        self._limit = ReadLimit(config.data_timeout)
         self._group = group
         self._ranks: dict[str, Any] = {"group": group, "device": device}
         self.dropped: Counter[str] = Counter()
@@ -126,8 +129,8 @@ class StepPacker:
     def _draw(self, data_iterator: Iterator[Any], count: int) -> tuple["_Drawn", Exception | None]:
         drawn = _Drawn()
         try:
-            for _ in range(count):
-                drawn.add(next(data_iterator))
+            for number in range(count):
+                drawn.add(self._limit.next(data_iterator, number, count))
         except StopIteration:
             return _Drawn(), PackingError("the data ended in the middle of a step; lower --train-iters or add rows.")
         except Exception as failure:  # whatever a user's dataset raises must reach every rank
@@ -147,7 +150,7 @@ class StepPacker:
                 microbatch_multiple=self._microbatch_multiple,
             )
         except Exception as error:  # a planner of the user's own included
-            failure = error
+            failure = _as_raised(error)
         return plan, _ms_since(started), failure
 
     def _exchange(
@@ -197,12 +200,17 @@ class StepPacker:
         )
 
 
-def _as_raised(failure: Exception) -> Exception:
-    """A bad row's own message, where a loader's worker wrapped it in its traceback; else `failure` as it is."""
-    marker = f"{SampleError.__name__}: "
-    if isinstance(failure, PackingError) or marker not in str(failure):
+def _as_raised(failure: Exception) -> PackingError:
+    """What every rank will say: a bad row's own message, where a loader's worker wrapped it in its traceback; of what
+    nobody foresaw, type and place. The traceback stays with it as its cause.
+    """
+    if isinstance(failure, PackingError):
         return failure
-    return PackingError(str(failure).rsplit(marker, 1)[1].strip())
+    marker = f"{SampleError.__name__}: "
+    foreseen = marker in str(failure)
+    said = PackingError(str(failure).rsplit(marker, 1)[1].strip() if foreseen else peers.describe(failure))
+    said.__cause__ = None if foreseen else failure
+    return said
 
 
 class _Drawn:
