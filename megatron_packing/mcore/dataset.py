@@ -34,6 +34,7 @@ from megatron_packing.data import (
 )
 from megatron_packing.data.encode import NOT_BAD_ROWS
 from megatron_packing.errors import ConfigError, SampleError
+from megatron_packing.mcore import peers
 from megatron_packing.mcore.tokenizer import MegatronTokenizer
 
 
@@ -329,6 +330,7 @@ def make_provider(config: PackingConfig) -> Callable[..., Any]:
     def provider(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
+        peers.connect()  # the first moment at which the ranks know each other and we are sure to be called on all
         dataset_class = dataset_class_of(config.dataset)
         dataset_config = dataset_config_of(config)
         _check_sources(dataset_class, dataset_config)

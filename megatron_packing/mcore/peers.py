@@ -8,12 +8,12 @@ So every rank keeps one connection to rank 0, silent until something happens:
     0 -> every rank  {"cause": "..."}            the first cause; a connection that breaks without a word is one, too
     both ways        {"bye": true}               it ends, and all is well
 
-Who hears of a cause has some seconds to end by itself, with the cause in its message; then its process ends. The
-launcher starts this as soon as the ranks know each other. Cost: one idle thread, and nothing in a step.
+Who hears of a cause has some seconds to end by itself, with the cause in its message; then its process ends. A run with
+our flags starts this when it builds its datasets; without them nothing is opened. Cost: one idle thread, and nothing in
+a step.
 """
 
 import contextlib
-import functools
 import json
 import multiprocessing
 import os
@@ -51,21 +51,6 @@ _BROKEN = ("closed by peer", "reset by peer")
 _ECHOES = (*_BROKEN, "connection", "broken pipe", "timed out", "timeout", "nccl", "socket")
 
 _line: "_Line | None" = None
-
-
-def install() -> None:
-    """Connect the ranks as soon as `torch.distributed` is up. Call before the script runs."""
-    begin = torch.distributed.init_process_group
-    if hasattr(begin, "connects_peers"):
-        return
-
-    @functools.wraps(begin)
-    def init_process_group(*args: Any, **keywords: Any) -> None:
-        begin(*args, **keywords)
-        _connect()
-
-    init_process_group.connects_peers = True  # type: ignore[attr-defined]
-    torch.distributed.init_process_group = init_process_group
 
 
 def rank() -> int:
@@ -176,8 +161,11 @@ def _describe_checkpoint_failure(error: CheckpointException) -> str:
 # --- connections ------------------------------------------------------------------------------------------------------
 
 
-def _connect() -> None:
-    """Open this rank's connection, or rank 0's end of them all; warn where that cannot be."""
+def connect() -> None:
+    """Open this rank's connection, or rank 0's end of them all, once; warn where that cannot be.
+
+    Called by every rank of a run with our flags, as soon as `torch.distributed` is up.
+    """
     global _line
     host = os.environ.get("MASTER_ADDR")
     if _line is not None or host is None or torch.distributed.get_world_size() == 1:
