@@ -225,6 +225,10 @@ _PACKED = (
     _refuse("use_torch_fsdp2", "--use-torch-fsdp2: not proven under packing yet. Use --use-distributed-optimizer."),
     _refuse("use_megatron_fsdp", "--use-megatron-fsdp: not proven under packing yet. Use --use-distributed-optimizer."),
     _refuse(
+        "inprocess_restart",
+        "--inprocess-restart: not proven under packing, whose ranks end together when one fails. Drop the flag.",
+    ),
+    _refuse(
         "logits_load_dir", "--logits-load-dir: cached logits are laid out for unpacked samples. Leave packing out."
     ),
     _refuse(
