@@ -1,6 +1,6 @@
 """Does every fault end a run soon, with its cause told, and does a restart go on as if nothing had happened?
 
-    python scripts/fault_drill.py --faults 10 [--seed S] [--only KIND] [--list]
+    python scripts/fault_drill.py --faults 10 [--seed S] [--only KIND] [--keep FOLDER]
 
 Each fault strikes at random: its kind, rank, step, the layout of the ranks and their loader workers. Four gloo ranks
 train a toy GPT on the CPU, saving every 2 of 8 steps, until the fault ends them; a run without fault then goes on from
@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -81,8 +81,8 @@ class Kind:
 
     cause: str
     """Words that each last line must hold; `{rank}` is the rank that the fault strikes."""
-    on_readers: bool = True
-    """Only ranks that read samples can have it."""
+    on: Literal["readers", "any", "first"] = "readers"
+    """Ranks that can have it: those that read samples, any, or only the first."""
     last_step: int = STEPS
     """Latest step in which it strikes."""
     workers: tuple[int, ...] = (0, 2)
@@ -93,17 +93,19 @@ KINDS = {
     "bad-row": Kind(cause="rows.jsonl:"),
     "reader-stalls": Kind(cause="the reader of rank {rank} gave nothing"),
     "reader-stalls-swallows": Kind(cause="the reader of rank {rank} gave nothing", workers=(0,)),
-    "killed-reading": Kind(cause="killed"),
+    "killed-reading": Kind(cause="rank {rank} ended without a word", workers=(0,)),
+    "worker-killed": Kind(cause="DataLoader worker", workers=(2,)),
     "planner-raises": Kind(cause="a planner with a bug"),
     "plan-differs": Kind(cause="plan of this step differs"),
     "killed-planning": Kind(cause="rank {rank} ended without a word"),
-    "model-raises": Kind(cause="a model with a bug", on_readers=False),
-    "killed-in-forward": Kind(cause="rank {rank} ended without a word", on_readers=False),
-    "killed-saving": Kind(cause="rank {rank} ended without a word", on_readers=False, last_step=STEPS - SAVE_EVERY),
+    "model-raises": Kind(cause="a model with a bug", on="any"),
+    "killed-in-forward": Kind(cause="rank {rank} ended without a word", on="any"),
+    "killed-saving": Kind(cause="rank {rank} ended without a word", on="any", last_step=STEPS - SAVE_EVERY),
     "disk-full": Kind(
-        cause="checkpoint write failed on rank {rank}", on_readers=False, last_step=STEPS - SAVE_EVERY, workers=(0,)
+        cause="checkpoint write failed on rank {rank}", on="any", last_step=STEPS - SAVE_EVERY, workers=(0,)
     ),
-    "all-terminated": Kind(cause="", on_readers=False),
+    "disk-full-tracker": Kind(cause="No space left on device", on="first", last_step=STEPS - SAVE_EVERY),
+    "all-terminated": Kind(cause="", on="any"),
 }
 
 
@@ -122,11 +124,10 @@ class Drill:
 def choose(rng: random.Random, kind: str | None) -> Drill:
     kind = kind or rng.choice(list(KINDS))
     layout = rng.choice(list(LAYOUTS))
-    readers = LAYOUTS[layout].readers
     return Drill(
         kind=kind,
         layout=layout,
-        rank=rng.choice(readers if KINDS[kind].on_readers else range(RANKS)),
+        rank=rng.choice({"readers": LAYOUTS[layout].readers, "any": range(RANKS), "first": (0,)}[KINDS[kind].on]),
         step=rng.randint(1, KINDS[kind].last_step),
         workers=rng.choice(KINDS[kind].workers),
         seed=rng.randrange(10**6),

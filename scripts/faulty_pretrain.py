@@ -5,6 +5,7 @@ that whoever started the run can tell how long its end took. Steps are told by s
 also works in a loader's worker: samples of a step follow one another, --global-batch-size to each.
 """
 
+import builtins
 import functools
 import os
 import random
@@ -16,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class Fault:
         note = Path(os.environ["RECORD_TO"], "injected")
         if not note.exists():
             note.write_text(str(time.time()))
+            print(f"fault {self.kind} struck at {time.time()}", flush=True)
 
 
 def take_fault() -> Fault | None:
@@ -210,12 +211,27 @@ def fill_disk(fault: Fault) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
 
 
+def fill_disk_for_tracker(fault: Fault) -> None:
+    """The disk fills up between a checkpoint's parts and the file that names the latest checkpoint."""
+    write = builtins.open
+
+    def faulty(path: Any, mode: str = "r", *rest: Any, **keywords: Any) -> Any:
+        file = write(path, mode, *rest, **keywords)
+        if mode == "w" and "latest_checkpointed_iteration" in str(path):
+            file.close()  # opening has emptied it; what is written next finds no room
+            return write("/dev/full", mode)
+        return file
+
+    builtins.open = faulty
+
+
 FAULTS: dict[str, Callable[[Fault], None]] = {
     "dataset-raises": in_data(raise_in_dataset),
     "bad-row": in_data(read_bad_row),
     "reader-stalls": in_data(stall),
     "reader-stalls-swallows": in_data(stall_and_swallow),
-    "killed-reading": in_data(kill_this_process),
+    "killed-reading": in_data(kill_this_process),  # in a run without workers
+    "worker-killed": in_data(kill_this_process),  # in a run with some
     "planner-raises": in_planner(raise_in_planner),
     "plan-differs": in_planner(plan_otherwise),
     "killed-planning": in_planner(kill_planner),
@@ -223,25 +239,13 @@ FAULTS: dict[str, Callable[[Fault], None]] = {
     "killed-in-forward": in_forward(kill_rank),
     "killed-saving": in_save(kill_within_save),
     "disk-full": in_save(fill_disk),
+    "disk-full-tracker": in_save(fill_disk_for_tracker),
     "all-terminated": in_forward(terminate_job),
 }
-"""Every kind by name. "killed-reading" kills a rank's worker where it has some, else the rank."""
-
-
-def spawn_light_helpers() -> None:
-    """The process that a checkpoint's writers report to need not import the training script, and with it Megatron."""
-    prepare = spawn.get_preparation_data
-
-    def without_main(name: str) -> dict[str, Any]:
-        data = prepare(name)
-        data.pop("init_main_from_path", None)
-        return data
-
-    spawn.get_preparation_data = without_main
+"""Every kind by name."""
 
 
 if __name__ == "__main__":
-    spawn_light_helpers()
     Path(os.environ["RECORD_TO"], f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
     fault = take_fault()
     if fault is not None:

@@ -7,6 +7,7 @@ in code that no signal interrupts, is ended with its process. Cost: under 1 micr
 """
 
 import signal
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator
@@ -85,12 +86,24 @@ class ReadLimit:
 
     def _message(self, frame: FrameType | None) -> str:
         number, count = self._item
-        where = "" if frame is None else f" It stands in {frame.f_code.co_filename}:{frame.f_lineno}."
         return (
             f"the reader of rank {peers.rank()} gave nothing for {self._seconds:g} s; item {number + 1} of {count} of "
-            f"{_iteration()} is missing.{where} Look at the storage and the dataset's __getitem__, or raise "
+            f"{_iteration()} is missing.{_place(frame)} Look at the storage and the dataset's __getitem__, or raise "
             "--packing-data-timeout."
         )
+
+
+def _place(frame: FrameType | None) -> str:
+    """Where the reader stands, in words: the innermost line that is not Python's own."""
+    standard_library = sysconfig.get_path("stdlib")
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_try_get_data":  # of torch's DataLoader
+            return " It waits for a loader's worker."
+        if not code.co_filename.startswith(standard_library) or "site-packages" in code.co_filename:
+            return f" It stands in {code.co_filename}:{frame.f_lineno}."
+        frame = frame.f_back
+    return ""
 
 
 def _iteration() -> str:

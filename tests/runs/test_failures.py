@@ -1,0 +1,58 @@
+"""Whatever ends a rank: all others end within 30 s, none with 0, and the last line of each tells the first cause."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runs.harness import ROOT, Run, Runner
+from tests.runs.test_equals_unpacked import PACKED
+
+pytestmark = pytest.mark.run
+
+END_SECONDS = 30.0
+FAULTY = f"--own-script {ROOT / 'scripts' / 'faulty_pretrain.py'} --train-iters 6 --packing-data-timeout 3"
+
+# fault (kind:rank:step:seed) -> (words of the first cause, more flags)
+CASES = {
+    "dataset-raises:1:3:0": ("of a dataset with a bug", "--num-workers 2"),
+    "bad-row:1:3:0": ("chats.jsonl:", ""),
+    "reader-stalls:1:3:0": ("is missing. It waits for a loader's worker", "--num-workers 2"),
+    "reader-stalls:1:2:0": ("scripts/faulty_pretrain.py:", ""),
+    "reader-stalls-swallows:1:3:0": ("the reader of rank 1 gave nothing for 3 s", ""),
+    "planner-raises:1:3:0": ("a planner with a bug", ""),
+    "plan-differs:1:3:0": ("plan of this step differs", ""),
+    "model-raises:1:3:0": ("a model with a bug", "--pipeline-model-parallel-size 2"),
+    "killed-in-forward:1:3:0": ("rank 1 ended without a word", "--pipeline-model-parallel-size 2"),
+    "killed-in-forward:0:3:0": ("rank 0 ended without a word", "--num-workers 2"),
+    "worker-killed:1:3:0": ("DataLoader worker", "--num-workers 2"),
+    "disk-full:1:3:0": ("checkpoint write failed on rank 1", "--save {folder} --save-interval 3"),
+    "disk-full-tracker:0:3:0": ("No space left on device", "--save {folder} --save-interval 2"),
+}
+
+
+@pytest.mark.parametrize("fault", CASES)
+def test_every_rank_ends_soon_and_tells_the_cause(fault: str, runner: Runner, chats: Path, tmp_path: Path) -> None:
+    cause, flags = CASES[fault]
+    kind, rank, *_ = fault.split(":")
+    run = runner.attempt(PACKED, FAULTY, f"--fault {fault}", flags.format(folder=tmp_path), data=chats, ranks=2)
+    seconds = time.time() - _struck_at(run)
+    killed = {int(rank)} if kind.startswith("killed-in") else set()
+    for number, code in enumerate(run.exit_codes):
+        assert code == -9 if number in killed else code > 0, f"exit codes {run.exit_codes}\n{run.log[-3000:]}"
+    assert seconds < END_SECONDS
+    for number, log in enumerate(run.logs):
+        assert number in killed or cause in _last_word(log)
+    if kind == "disk-full-tracker":
+        assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def _struck_at(run: Run) -> float:
+    found = re.search(r"^fault \S+ struck at ([\d.]+)$", run.log, re.MULTILINE)
+    assert found, f"no fault struck\n{run.log[-3000:]}"
+    return float(found[1])
+
+
+def _last_word(log: str) -> str:
+    return next((line for line in reversed(log.splitlines()) if "megatron_packing: error:" in line), "")
