@@ -95,15 +95,10 @@ def leave() -> None:
 def end_now(cause: str, *, code: int) -> NoReturn:
     """End the process from a thread, whatever its main thread is waiting for."""
     tell(cause)
-    print(last_line(cause), file=sys.stderr, flush=True)
+    print(f"[rank {rank()}] megatron_packing: error: {cause}", file=sys.stderr, flush=True)
     kill_children()
     # The main thread hangs, so that no exception can reach it and no exit handler would ever return.
     os._exit(code)
-
-
-def last_line(message: str) -> str:
-    """How a rank says what ended it."""
-    return f"[rank {rank()}] megatron_packing: error: {message}"
 
 
 def bound_teardown() -> None:
@@ -129,8 +124,8 @@ def describe(error: BaseException) -> str:
         return _describe_checkpoint_failure(error)
     text = str(error)
     lines = [line for line in text.splitlines() if line.strip()]
-    if "Original Traceback" in text:
-        places = [line.strip() for line in lines if line.strip().startswith('File "')]
+    places = [line.strip() for line in lines if line.strip().startswith('File "')]
+    if "Original Traceback" in text and places:
         file, _, rest = places[-1].removeprefix('File "').partition('", line ')
         return f"{lines[-1]} ({file}:{rest.split(',')[0]}, in a loader's worker)"
     frames = traceback.extract_tb(error.__traceback__)

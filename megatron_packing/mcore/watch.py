@@ -34,7 +34,7 @@ class ReadLimit:
         self._seconds = seconds
         self._since: float | None = None  # when the wait began; None while nothing is waited for
         self._item = (0, 0)
-        self._interrupts: bool | None = None  # None until the first item
+        self._watched = False  # from the first item on
 
     def next(self, iterator: Iterator[Any], number: int, count: int) -> Any:
         """The next item of `iterator`: the `number`th (from 0) of the `count` of a step.
@@ -42,8 +42,8 @@ class ReadLimit:
         Raises:
             PackingError: it took too long.
         """
-        if self._interrupts is None:
-            self._interrupts = self._begin()
+        if not self._watched:
+            self._begin()
         self._item = (number, count)
         self._since = time.monotonic()
         try:
@@ -51,12 +51,11 @@ class ReadLimit:
         finally:
             self._since = None
 
-    def _begin(self) -> bool:
-        if threading.current_thread() is not threading.main_thread():
-            return False
-        signal.signal(_SIGNAL, self._interrupt)
-        threading.Thread(target=self._look, name="packing-read-limit", daemon=True).start()
-        return True
+    def _begin(self) -> None:
+        self._watched = True
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(_SIGNAL, self._interrupt)
+            threading.Thread(target=self._look, name="packing-read-limit", daemon=True).start()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._overdue(time.monotonic()):  # else the item came while the signal was on its way
