@@ -118,10 +118,9 @@ def _run(options: argparse.Namespace) -> None:
     device = _choose_device(options.device, dry_run=options.dry_run)
     if device == "cpu":
         flags += _start_cpu_runtime(flags)
-    from megatron_packing.mcore import hooks, tracker
+    from megatron_packing.mcore import hooks
 
     hooks.install(dry_run=options.dry_run)
-    tracker.install()
     sys.argv = [str(options.script), *flags]
     sys.path.insert(0, str(options.script.resolve().parent))
     runpy.run_path(str(options.script), run_name="__main__")

@@ -104,7 +104,6 @@ KINDS = {
     "disk-full": Kind(
         cause="checkpoint write failed on rank {rank}", on="any", last_step=STEPS - SAVE_EVERY, workers=(0,)
     ),
-    "disk-full-tracker": Kind(cause="No space left on device", on="first", last_step=STEPS - SAVE_EVERY),
     "all-terminated": Kind(cause="", on="any"),
 }
 

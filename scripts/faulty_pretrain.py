@@ -5,7 +5,6 @@ that whoever started the run can tell how long its end took. Steps are told by s
 also works in a loader's worker: samples of a step follow one another, --global-batch-size to each.
 """
 
-import builtins
 import functools
 import os
 import random
@@ -211,20 +210,6 @@ def fill_disk(fault: Fault) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
 
 
-def fill_disk_for_tracker(fault: Fault) -> None:
-    """The disk fills up between a checkpoint's parts and the file that names the latest checkpoint."""
-    write = builtins.open
-
-    def faulty(path: Any, mode: str = "r", *rest: Any, **keywords: Any) -> Any:
-        file = write(path, mode, *rest, **keywords)
-        if mode == "w" and "latest_checkpointed_iteration" in str(path):
-            file.close()  # opening has emptied it; what is written next finds no room
-            return write("/dev/full", mode)
-        return file
-
-    builtins.open = faulty
-
-
 FAULTS: dict[str, Callable[[Fault], None]] = {
     "dataset-raises": in_data(raise_in_dataset),
     "bad-row": in_data(read_bad_row),
@@ -239,7 +224,6 @@ FAULTS: dict[str, Callable[[Fault], None]] = {
     "killed-in-forward": in_forward(kill_rank),
     "killed-saving": in_save(kill_within_save),
     "disk-full": in_save(fill_disk),
-    "disk-full-tracker": in_save(fill_disk_for_tracker),
     "all-terminated": in_forward(terminate_job),
 }
 """Every kind by name."""
