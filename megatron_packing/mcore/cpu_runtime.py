@@ -20,6 +20,7 @@ the Megatron flags that a CPU run needs and the user left open.
 
 import collections
 import functools
+import inspect
 import os
 import types
 from collections.abc import Callable, Sequence
@@ -277,8 +278,8 @@ def _fork_checkpoint_writers() -> None:
         return start(cls, rank, "fork", *rest)
 
     PersistentAsyncCaller._get_process = classmethod(start_forked)
-    # Callers hold the function itself and rely on its default.
-    filesystem_async.get_write_results_queue.__defaults__ = ("fork",)
+    # Callers hold the function itself and rely on its default, which lies under Megatron's decorator.
+    inspect.unwrap(filesystem_async.get_write_results_queue).__defaults__ = ("fork",)
 
 
 def _use_fused_adam_contract() -> None:
