@@ -330,12 +330,12 @@ def make_provider(config: PackingConfig) -> Callable[..., Any]:
     def provider(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
+        if config.packed and vp_stage not in (None, 0):
+            return None, None, None  # the first chunk's iterator feeds them all
         peers.connect()  # the first moment at which the ranks know each other and we are sure to be called on all
         dataset_class = dataset_class_of(config.dataset)
         dataset_config = dataset_config_of(config)
         _check_sources(dataset_class, dataset_config)
-        if config.packed and vp_stage not in (None, 0):
-            return None, None, None  # the first chunk's iterator feeds them all
         datasets = BlendedMegatronDatasetBuilder(
             dataset_class, num_samples, lambda: _reads_data(config, vp_stage), dataset_config
         ).build()

@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_packing.thd import PackedBatch, PackShare, SampleTensors, build_pack, share_of_rank
+from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, share_of_rank
 from megatron_packing.thd.layout import rows_of_cp_rank
 from tests import tolerances
 from tests.runs.harness import Runner
 from tests.runs.test_isolation import VOCAB, _hooked, _model
+from tests.runs.toy_step import mean_loss_and_gradient
 
 pytestmark = pytest.mark.run
 
@@ -60,66 +61,14 @@ def _one_mean(cp_size: int) -> None:
 
     Of two ranks the first holds losses 1, 2, 7 and 8, the other 3 to 6: a mean of the ranks' means would be 2.25.
     """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.enums import ModelType
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_packing.mcore.step import CurrentMicrobatch, PackIterator
-
-    class LossIsId(MegatronModule):
-        """The loss of a position is its input id times the only weight, which is 1."""
-
-        def __init__(self, config: TransformerConfig) -> None:
-            super().__init__(config)
-            self.weight = torch.nn.Parameter(torch.ones(1))
-            self.model_type = ModelType.encoder_or_decoder
-
-        def set_input_tensor(self, tensor: Any) -> None:
-            """Pipelines only."""
-
-        def forward(self, share: PackShare) -> torch.Tensor:
-            return self.weight * share.tokens_R.float()
-
     _initialize(cp_size)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=4,
-        num_attention_heads=1,
-        use_cpu_initialization=True,
-        calculate_per_token_loss=True,
-        context_parallel_size=cp_size,
-    )
-    config.finalize_model_grads_func = finalize_model_grads
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), LossIsId(config))
-
-    def forward_step(iterator: PackIterator, module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        share = next(iterator)
-
-        def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-            loss, count = (output * share.loss_mask_R).sum(), share.loss_mask_R.sum().to(torch.int)
-            return loss, count, {"lm loss": torch.stack([loss.detach(), count.float()])}
-
-        return module(share), loss_func
-
     ids = torch.arange(1, 9)
     mask = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     batch = build_pack([SampleTensors(tokens_L=ids, labels_L=ids, loss_mask_L=mask)], alignment=8)
     share = share_of_rank(batch, cp_size=cp_size, cp_rank=dist.get_rank())
-    (losses,) = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=PackIterator([share], CurrentMicrobatch()),
-        model=[model],
-        num_microbatches=1,
-        seq_length=8,
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    total = losses["lm loss"]
-    dist.all_reduce(total)
-    assert total[0] / total[1] == 2.0, total
-    assert model.module.weight.main_grad.item() == 2.0  # with one rank as with two: their ratio is 1
+    loss, gradient = mean_loss_and_gradient([share], cp_size=cp_size)
+    assert loss == 2.0
+    assert gradient == 2.0  # with one rank as with two: their ratio is 1
 
 
 def _batch() -> PackedBatch:

@@ -1,12 +1,11 @@
 """L1: the loss of a step is one mean over all its targets, however they are spread over packs and ranks."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from megatron_packing.thd import PackedBatch, PackShare, SampleTensors, build_pack, dummy_pack, share_of_rank
+from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, dummy_pack, share_of_rank
 from tests.runs.harness import Runner
+from tests.runs.toy_step import mean_loss_and_gradient
 
 pytestmark = pytest.mark.run
 
@@ -57,53 +56,6 @@ def _sample(tokens: list[int], mask: list[float]) -> SampleTensors:
 
 def _check(batches: list[PackedBatch]) -> None:
     """One step through Megatron's own schedule and gradient reduction: loss and gradient are both the mean."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.enums import ModelType
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_packing.mcore.step import CurrentMicrobatch, PackIterator
-
-    class LossIsId(MegatronModule):
-        """The loss of a position is its input id times the only weight."""
-
-        def __init__(self, config: TransformerConfig) -> None:
-            super().__init__(config)
-            self.weight = torch.nn.Parameter(torch.ones(1))
-            self.model_type = ModelType.encoder_or_decoder
-
-        def set_input_tensor(self, tensor: Any) -> None:
-            """Pipelines only."""
-
-        def forward(self, share: PackShare) -> torch.Tensor:
-            return self.weight * share.tokens_R.float()
-
-    config = TransformerConfig(
-        num_layers=1, hidden_size=4, num_attention_heads=1, use_cpu_initialization=True, calculate_per_token_loss=True
-    )
-    config.finalize_model_grads_func = finalize_model_grads
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), LossIsId(config))
-
-    def forward_step(iterator: PackIterator, module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        share = next(iterator)
-
-        def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-            loss, count = (output * share.loss_mask_R).sum(), share.loss_mask_R.sum().to(torch.int)
-            return loss, count, {"lm loss": torch.stack([loss.detach(), count.float()])}
-
-        return module(share), loss_func
-
-    losses = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=PackIterator([share_of_rank(b, cp_size=1, cp_rank=0) for b in batches], CurrentMicrobatch()),
-        model=[model],
-        num_microbatches=len(batches),
-        seq_length=8,
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    total = torch.stack([loss["lm loss"] for loss in losses]).sum(dim=0)
-    torch.distributed.all_reduce(total)
-    assert total[0] / total[1] == MEAN
-    assert model.module.weight.main_grad.item() == MEAN
+    loss, gradient = mean_loss_and_gradient([share_of_rank(b, cp_size=1, cp_rank=0) for b in batches])
+    assert loss == MEAN
+    assert gradient == MEAN
