@@ -128,7 +128,7 @@ def _chain_pretrain() -> None:
         **keywords: Any,
     ) -> Any:
         if _config is not None:
-            from megatron_packing.mcore.dataset import make_provider
+            from megatron_packing.mcore.provider import make_provider
 
             dataset_provider = make_provider(_config)
             if _config.packed:

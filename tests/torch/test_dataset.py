@@ -14,8 +14,9 @@ from megatron.core.tokenizers import MegatronTokenizer
 
 from megatron_packing import MockVarlenDataset, SFTDataset, VarlenDataset
 from megatron_packing.errors import ConfigError, SampleError
-from megatron_packing.mcore.dataset import PackingDatasetConfig, dataset_class_of, survey_sources
+from megatron_packing.mcore.dataset import PackingDatasetConfig
 from megatron_packing.mcore.iterator import samples_of_row
+from megatron_packing.mcore.provider import dataset_class_of, survey_sources
 
 EOS = 7
 VARLEN_FIELDS = {"tokens", "labels", "loss_mask", "position_ids", "original_seq_len", "padded_seq_len"}
