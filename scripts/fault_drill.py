@@ -86,6 +86,8 @@ class Kind:
     last_step: int = STEPS
     """Latest step in which it strikes."""
     workers: tuple[int, ...] = (0, 2)
+    tells: bool = True
+    """Whether the rank that it strikes can tell the cause itself."""
 
 
 KINDS = {
@@ -93,6 +95,7 @@ KINDS = {
     "bad-row": Kind(cause="rows.jsonl:"),
     "reader-stalls": Kind(cause="the reader of rank {rank} gave nothing"),
     "reader-stalls-swallows": Kind(cause="the reader of rank {rank} gave nothing", workers=(0,)),
+    "reader-stalls-in-c": Kind(cause="rank {rank} ended without a word", workers=(0,), tells=False),
     "killed-reading": Kind(cause="rank {rank} ended without a word", workers=(0,)),
     "worker-killed": Kind(cause="DataLoader worker", workers=(2,)),
     "planner-raises": Kind(cause="a planner with a bug"),
@@ -334,7 +337,11 @@ def write_rows(path: Path) -> None:
 def judge(drill: Drill, ended: Ended, restarted: Ended, reference: dict[int, tuple[Any, ...]]) -> Outcome:
     """Hold a fault's end and the restart after it to what must be."""
     cause = KINDS[drill.kind].cause.format(rank=drill.rank)
-    speaking = [line for code, line in zip(ended.codes, ended.last_lines, strict=True) if code >= 0]
+    speaking = [
+        line
+        for rank, (code, line) in enumerate(zip(ended.codes, ended.last_lines, strict=True))
+        if code >= 0 and (KINDS[drill.kind].tells or rank != drill.rank)
+    ]
     told = sum(cause in line for line in speaking)
     wrong = []
     if ended.seconds is None:

@@ -5,6 +5,7 @@ that whoever started the run can tell how long its end took. Steps are told by s
 also works in a loader's worker: samples of a step follow one another, --global-batch-size to each.
 """
 
+import ctypes
 import functools
 import os
 import random
@@ -105,6 +106,12 @@ def stall_and_swallow(fault: Fault, data: Any, idx: int) -> Any:
             time.sleep(10_000)
         except Exception as error:
             print(f"trying again after {type(error).__name__}", flush=True)
+
+
+def stall_with_the_lock(fault: Fault, data: Any, idx: int) -> Any:
+    """A reader in a C library that does not give up the interpreter's lock: no other thread of Python runs."""
+    sys.stdout.flush()
+    ctypes.PyDLL(None).sleep(10_000)
 
 
 def kill_this_process(fault: Fault, data: Any, idx: int) -> Any:
@@ -215,6 +222,7 @@ FAULTS: dict[str, Callable[[Fault], None]] = {
     "bad-row": in_data(read_bad_row),
     "reader-stalls": in_data(stall),
     "reader-stalls-swallows": in_data(stall_and_swallow),
+    "reader-stalls-in-c": in_data(stall_with_the_lock),  # in a run without workers
     "killed-reading": in_data(kill_this_process),  # in a run without workers
     "worker-killed": in_data(kill_this_process),  # in a run with some
     "planner-raises": in_planner(raise_in_planner),

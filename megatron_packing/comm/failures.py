@@ -43,7 +43,7 @@ def raise_first_failure(failure: Exception | None, *, group: dist.ProcessGroup, 
     for rank, row in enumerate(texts):
         words = text_of_row(row)
         if words:
-            raise PackingError(f"rank {rank} of {group.size()} failed: {words}")
+            raise PackingError(f"rank {dist.get_global_rank(group, rank)} failed: {words}")
     raise PackingError("another rank failed without a message; see its output.")
 
 

@@ -127,6 +127,15 @@ def check_same(
         raise_first_failure(failure, group=group, device=device)
     if len(set(values)) > 1:
         raise PackingError(
-            f"{what} differs between data-parallel ranks: {values}. They must run the same version with the same flags "
-            "and see the same data."
+            f"{what} differs between data-parallel ranks: {_who_holds_what(values, group)}. They must run the same "
+            "version with the same flags and see the same data."
         )
+
+
+def _who_holds_what(values: Sequence[int], group: dist.ProcessGroup) -> str:
+    """Values with the global ranks that hold them, the rarest first: most often it is one rank that is wrong."""
+    ranks_of: dict[int, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_of.setdefault(value, []).append(dist.get_global_rank(group, rank))
+    rarest_first = sorted(ranks_of.items(), key=lambda pair: len(pair[1]))
+    return "; ".join(f"rank {', '.join(map(str, ranks))}: {value}" for value, ranks in rarest_first)

@@ -82,6 +82,19 @@ def fail_together(text: str | None, ranks: int) -> tuple[str, Any]:
     return outcome(lambda: raise_if_any_failed(failure, group=group_of(ranks), device="cpu"))
 
 
+def fail_and_differ_in_group(members: tuple[int, ...]) -> list[str]:
+    """The last member fails; then each holds a value of its own. What the members are told."""
+    group, rank = dist.new_group(list(members)), dist.get_rank()
+    if rank not in members:
+        return []
+    failure = ValueError("disk full") if rank == members[-1] else None
+    told = [
+        outcome(lambda: raise_if_any_failed(failure, group=group, device="cpu")),
+        outcome(lambda: check_same(rank, "the answer", group=group, device="cpu")),
+    ]
+    return [text for _, text in told]
+
+
 def exchange(
     mine: list[tuple[int, Sample]], destinations: list[int], gathered: GatheredLengths, ranks: int
 ) -> dict[int, Sample]:

@@ -1,4 +1,5 @@
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -64,7 +65,7 @@ def test_a_failure_on_one_rank_raises_on_all_with_its_text(pool: GlooPool, ranks
     of_rank[unlucky] = replace(of_rank[unlucky], lengths=[], targets=[], failure="no messages. Mend it: größer")
     answers = pool.run(tasks.gather, ranks, 1, of_rank=of_rank, ranks=ranks)
     own = "rows.jsonl:3: no messages. Mend it: größer"
-    expected = [("PackingError", f"rank {unlucky} of {ranks} failed: {own}")] * ranks
+    expected = [("PackingError", f"rank {unlucky} failed: {own}")] * ranks
     expected[unlucky] = ("SampleError", own)
     assert answers == expected
 
@@ -73,7 +74,7 @@ def test_several_failures_keep_their_own_and_tell_the_first(pool: GlooPool) -> N
     well = Drawn(lengths=[5], targets=[1])
     bad = [Drawn(lengths=[], targets=[], failure=text) for text in ("one", "two")]
     answers = pool.run(tasks.gather, 4, 1, of_rank=[well, bad[0], well, bad[1]])
-    told = ("PackingError", "rank 1 of 4 failed: rows.jsonl:3: one")
+    told = ("PackingError", "rank 1 failed: rows.jsonl:3: one")
     assert answers == [told, ("SampleError", "rows.jsonl:3: one"), told, ("SampleError", "rows.jsonl:3: two")]
 
 
@@ -91,12 +92,19 @@ def test_ranks_that_disagree_all_raise(pool: GlooPool, values: tuple[int, ...]) 
     assert len(set(answers)) == 1
     kind, text = answers[0]
     assert kind == "PackingError"
-    assert text.startswith(f"the answer differs between data-parallel ranks: {list(values)}.")
+    told = re.search(r"^the answer differs between data-parallel ranks: (.*?)\. They must", text)
+    assert told, text
+    held = [re.fullmatch(r"rank ([\d, ]+): (\d+)", part).groups() for part in told[1].split("; ")]
+    assert sorted((int(rank), int(value)) for ranks, value in held for rank in ranks.split(", ")) == list(
+        enumerate(values)
+    )
+    counts = [len(ranks.split(", ")) for ranks, _ in held]
+    assert counts == sorted(counts), "the odd one out first"
 
 
 def test_a_rank_without_a_value_raises_on_all(pool: GlooPool) -> None:
     answers = pool.run(tasks.agree, 3, of_rank=[7, "no plan", 7], ranks=3)
-    told = ("PackingError", "rank 1 of 3 failed: no plan")
+    told = ("PackingError", "rank 1 failed: no plan")
     assert answers == [told, ("ValueError", "no plan"), told]
     assert pool.run(tasks.agree, 1, of_rank=["no plan"], ranks=1) == [("ValueError", "no plan")]
 
@@ -110,8 +118,19 @@ def test_ranks_without_a_failure_go_on(pool: GlooPool, ranks: int) -> None:
 def test_ranks_fail_together(pool: GlooPool, ranks: int) -> None:
     texts = [None] * (ranks - 1) + ["disk full"]
     answers = pool.run(tasks.fail_together, ranks, of_rank=texts, ranks=ranks)
-    told = ("PackingError", f"rank {ranks - 1} of {ranks} failed: disk full")
+    told = ("PackingError", f"rank {ranks - 1} failed: disk full")
     assert answers == [told] * (ranks - 1) + [("ValueError", "disk full")]
+
+
+def test_failures_and_differences_name_global_ranks(pool: GlooPool) -> None:
+    """In a group that is not the first ranks: its second member is rank 3."""
+    told = pool.run(tasks.fail_and_differ_in_group, (1, 3))
+    assert told[0] == told[2] == []
+    for failed, differs in (told[1], told[3]):
+        assert "rank 3: 3" in differs
+        assert "rank 1: 1" in differs
+        assert failed in ("rank 3 failed: disk full", "disk full")
+    assert told[1][0] == "rank 3 failed: disk full"
 
 
 def test_a_failure_without_a_text_raises_on_all(pool: GlooPool) -> None:
@@ -128,11 +147,11 @@ def test_a_long_text_is_cut_and_still_a_text(pool: GlooPool) -> None:
     assert answers[0] == ("ValueError", text)
     kind, told = answers[1]
     assert kind == "PackingError"
-    assert told.startswith("rank 0 of 2 failed: xää")
+    assert told.startswith("rank 0 failed: xää")
     assert len(told) > 1000
 
 
 def test_a_text_that_no_encoding_takes_keeps_nobody_waiting(pool: GlooPool) -> None:
     """Python gives undecodable bytes of a file name as lone surrogates."""
     answers = pool.run(tasks.fail_together, 2, of_rank=["caf\udce9.jsonl:3", None], ranks=2)
-    assert answers[1] == ("PackingError", "rank 0 of 2 failed: caf\\udce9.jsonl:3")
+    assert answers[1] == ("PackingError", "rank 0 failed: caf\\udce9.jsonl:3")

@@ -164,7 +164,7 @@ def test_counts_grow_from_step_to_step(pool: GlooPool) -> None:
 def test_a_row_that_cannot_be_read_stops_every_rank(pool: GlooPool) -> None:
     of_rank = [[rows(4, 4)], [[*rows(4), Row(raises="is cut short")]]]
     answers = pool.run(tasks.pack_steps, config(2), 2, of_rank=of_rank, ranks=2)
-    assert answers[0] == [("PackingError", "rank 1 of 2 failed: rows.jsonl:3: is cut short")]
+    assert answers[0] == [("PackingError", "rank 1 failed: rows.jsonl:3: is cut short")]
     assert answers[1] == [("SampleError", "rows.jsonl:3: is cut short")]
 
 
@@ -181,7 +181,7 @@ def test_data_that_ends_within_a_step_stops_every_rank(pool: GlooPool) -> None:
         tasks.pack_more_than_there_is, config(2), 2, of_rank=[(2, drawn) for drawn in counts_and_rows], ranks=2
     )
     text = "the data ended in the middle of a step; lower --train-iters or add rows."
-    assert answers == [("PackingError", f"rank 1 of 2 failed: {text}"), ("PackingError", text)]
+    assert answers == [("PackingError", f"rank 1 failed: {text}"), ("PackingError", text)]
 
 
 def test_ranks_under_different_settings_do_not_train_on_two_plans(pool: GlooPool) -> None:
