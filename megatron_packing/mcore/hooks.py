@@ -100,10 +100,12 @@ def _chain_argument_parsing() -> None:
 def _configure(parsed: argparse.Namespace) -> None:
     global _config
     from megatron_packing.mcore import args as packing_args
+    from megatron_packing.mcore.checkpoints import check_tracker
 
     _config = None
     if packing_args.wants_packing(parsed):
         _config = packing_args.resolve(parsed)
+        check_tracker(parsed.load)
         for line in packing_args.apply(_config, parsed):
             if parsed.rank == 0:
                 print(f"megatron_packing: {line}", flush=True)

@@ -4,6 +4,7 @@
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,9 @@ FLAGS = (
 )
 SAVING = "--save-interval 3 --exit-interval 3 --ckpt-format torch_dist"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+# Megatron asks for this where the optimizer's state is distributed and TP or PP may change.
+ANY_TP_PP = "--dist-ckpt-optim-fully-reshardable"
 CYCLIC = "--dataloader-type cyclic"
 
 Stop = Callable[..., tuple[Run, Path]]
@@ -110,6 +114,9 @@ OTHER_LAYOUT = {
     "from 1 rank to 2": (1, "", 2, ""),
     "from 2 ranks to 1": (2, OVERLAP, 1, ""),
     "from CP 1 to CP 2": (1, "", 2, "--context-parallel-size 2"),
+    "from TP 2 to PP 2": (2, f"{TP2} {ANY_TP_PP}", 2, f"{PP2} {ANY_TP_PP}"),
+    "from PP 2 to 1 rank": (2, f"{PP2} {ANY_TP_PP}", 1, ANY_TP_PP),
+    "from 1 rank to TP 2 with SP": (1, ANY_TP_PP, 2, f"{TP2} --sequence-parallel {ANY_TP_PP}"),
     # With data sharding Megatron shuffles by rank, so that other ranks would draw some samples twice.
     "shuffled, from 1 rank to 2": (1, CYCLIC, 2, f"{CYCLIC} --no-data-sharding"),
 }
@@ -118,11 +125,30 @@ OTHER_LAYOUT = {
 @pytest.mark.parametrize("name", OTHER_LAYOUT)
 def test_resume_on_another_layout(name: str, runner: Runner, rows: Path, stop: Stop) -> None:
     ranks_before, flags_before, ranks_after, flags_after = OTHER_LAYOUT[name]
-    whole = runner.train(FLAGS, CYCLIC if CYCLIC in flags_after else "", data=rows)
+    # On the layout of the first half: under PP, Megatron draws each stage's first weights from a seed of its own.
+    whole = runner.train(FLAGS, flags_before, data=rows, ranks=ranks_before)
     first, folder = stop(flags_before, rows, ranks_before)
     second = runner.train(FLAGS, flags_after, f"--load {folder}", data=rows, ranks=ranks_after)
     assert_each_once(first, second)
     assert_same_but_for_rounding((*first.iterations, *second.iterations), whole.iterations)
+
+
+def test_resume_from_a_folder_whose_tracker_a_full_disk_emptied(
+    runner: Runner, rows: Path, stop: Stop, tmp_path: Path
+) -> None:
+    """Every rank is told what to do, and doing it goes on; Megatron alone would end with exit code 0."""
+    first, whole_folder = stop("", rows, 1)
+    folder = tmp_path / "saved"
+    shutil.copytree(whole_folder, folder)
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    tracker.write_text("")
+    refused = runner.attempt(FLAGS, f"--load {folder}", data=rows, ranks=2)
+    assert refused.exit_codes == (2, 2)
+    for log in refused.logs:
+        assert "iter_0000003: write 3 into the file" in log.splitlines()[-1]
+    tracker.write_text("3")
+    second = runner.train(FLAGS, f"--load {folder}", data=rows)
+    assert_continued(first, second, runner.train(FLAGS, data=rows))
 
 
 def test_resume_from_an_asynchronous_save(runner: Runner, rows: Path, stop: Stop) -> None:
