@@ -67,7 +67,6 @@ class PackingConfig:
             _check_positive("--thd-max-packed-sequences", self.max_seqs)
         if self.packed:
             self._check_capacity()
-            self._check_layout()
             self._check_attention()
 
     def _check_capacity(self) -> None:
@@ -87,21 +86,6 @@ class PackingConfig:
                 f"--max-seqlen-per-dp-cp-rank {self.max_tokens_per_rank}: a pack of {capacity} tokens does not fit in "
                 f"int32 boundaries; the limit is {2**31 - 1}. Lower it."
             )
-
-    def _check_layout(self) -> None:
-        """Refuse the mixtures of layouts whose packed run is not yet proven against Megatron's unpacked run."""
-        topology = self.topology
-        unproven = {
-            "--expert-model-parallel-size": (topology.ep, {"TP": topology.tp, "PP": topology.pp, "CP": topology.cp}),
-            "--num-virtual-stages-per-pipeline-rank": (topology.vpp, {"CP": topology.cp}),
-        }
-        for flag, (size, others) in unproven.items():
-            for name, other in others.items():
-                if size > 1 and other > 1:
-                    raise ConfigError(
-                        f"{flag} with {name} {other}: this mixture is not proven under packing yet. Set {name} to 1, "
-                        f"or leave {flag} out."
-                    )
 
     def _check_attention(self) -> None:
         if self.attention == "stock":

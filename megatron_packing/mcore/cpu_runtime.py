@@ -11,7 +11,8 @@ What is emulated, and why
    `Tensor.type()` still says `torch.cuda.*`, because Megatron groups gradients by that string.
 2. *The CUDA API.* Streams, events, memory statistics and capability queries answer harmlessly. Random
    state calls go to the CPU generator, so that Megatron's RNG tracker forks and restores real state.
-3. *Compiled extras that the wheel lacks* (`patch_megatron`): the dataset helpers' Makefile, TE's or
+3. *Uneven collectives.* NCCL gathers and reduce-scatters parts of different sizes; gloo one part at a time.
+4. *Compiled extras that the wheel lacks* (`patch_megatron`): the dataset helpers' Makefile, TE's or
    Apex's FusedAdam, a norm that tolerates sequence parallelism.
 
 Call `install()` before anything imports Megatron, then `patch_megatron()`; `missing_flags(argv)` names
@@ -62,7 +63,41 @@ def install() -> None:
     _stub_device_queries()
     _stub_streams_and_memory()
     _route_random_state()
+    _take_uneven_parts()
     _DeviceRewriter().__enter__()
+
+
+def _take_uneven_parts() -> None:
+    """Experts under tensor parallelism hold different numbers of tokens, and gloo wants equal parts.
+
+    Each part then travels by itself, as NCCL does it underneath.
+    """
+    import torch.distributed as dist
+
+    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+    @functools.wraps(all_gather)
+    def gather_each(tensor_list, tensor, group=None, async_op=False):  # type: ignore[no-untyped-def]
+        if len({part.shape for part in tensor_list}) == 1:
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        for rank, part in enumerate(tensor_list):
+            if rank == dist.get_rank(group):
+                part.copy_(tensor)
+            dist.broadcast(part, group=group, group_src=rank)
+        return None
+
+    @functools.wraps(reduce_scatter)
+    def reduce_each(output, input_list, op=dist.ReduceOp.SUM, group=None, async_op=False):  # type: ignore[no-untyped-def]
+        if len({part.shape for part in input_list}) == 1:
+            return reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+        for rank, part in enumerate(input_list):
+            whole = part.contiguous().clone()
+            dist.reduce(whole, op=op, group=group, group_dst=rank)
+            if rank == dist.get_rank(group):
+                output.copy_(whole)
+        return None
+
+    dist.all_gather, dist.reduce_scatter = gather_each, reduce_each
 
 
 @functools.cache

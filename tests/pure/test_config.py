@@ -71,23 +71,9 @@ def test_a_wrong_setting_names_its_flag_and_a_way_out(changes: dict[str, Any], m
         packed(**changes)
 
 
-# Layouts whose packed run is not proven yet: each leaves this list with the proof.
-UNPROVEN = [
-    pytest.param({"ep": 2, "tp": 2}, "--expert-model-parallel-size with TP 2", id="ep-tp"),
-    pytest.param({"ep": 2, "pp": 2}, "--expert-model-parallel-size with PP 2", id="ep-pp"),
-    pytest.param({"ep": 2, "cp": 2}, "--expert-model-parallel-size with CP 2", id="ep-cp"),
-    pytest.param({"vpp": 2, "pp": 2, "cp": 2}, "--num-virtual-stages-per-pipeline-rank with CP 2", id="vpp-cp"),
-]
-
-
-@pytest.mark.parametrize(("sizes", "said"), UNPROVEN)
-def test_an_unproven_mixture_of_layouts_is_refused(sizes: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigError, match=f"{said}: this mixture is not proven.*leave --"):
-        packed(topology=Topology(**sizes))
-    packed(topology=Topology(**sizes), scheduler=None)  # the reference run may use it
-
-
-@pytest.mark.parametrize("sizes", [{"tp": 2, "sequence_parallel": True, "cp": 2}, {"pp": 2, "vpp": 2}, {"ep": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"tp": 2, "sequence_parallel": True, "cp": 2}, {"pp": 2, "vpp": 2, "cp": 2}, {"ep": 2, "pp": 2}]
+)
 def test_proven_layouts_pass(sizes: dict[str, Any]) -> None:
     assert packed(topology=Topology(**sizes), max_tokens_per_rank=16).packed
 

@@ -45,10 +45,7 @@ def test_flags_that_cannot_work(name: str, runner: Runner, chats: Path) -> None:
     assert_refused(runner, flags, chats, words, ranks=1)
 
 
-def test_a_mixture_of_layouts_not_proven(runner: Runner, chats: Path) -> None:
-    experts = "--num-experts 4 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
-    words = ["--expert-model-parallel-size with PP 2", "not proven"]
-    assert_refused(runner, f"{PACKED} {experts} --pipeline-model-parallel-size 2", chats, words, ranks=4)
+def test_a_dispatcher_that_needs_equal_packs(runner: Runner, chats: Path) -> None:
     words = ["--moe-token-dispatcher-type allgather", "alltoall"]
     assert_refused(runner, f"{PACKED} --num-experts 4", chats, words, ranks=1)
 

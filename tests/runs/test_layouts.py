@@ -31,6 +31,7 @@ EXPERTS = (
 EP2 = f"{EXPERTS} --expert-model-parallel-size 2"
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,15 @@ LAYOUTS = {
     "EP1": Layout(flags=EXPERTS, ranks=1),
     "EP2": Layout(flags=EP2, ranks=2, usual=True),
     "EP2 DP4": Layout(flags=EP2, ranks=4),
+    "EP2 TP2 SP": Layout(flags=f"{EP2} {SP}", ranks=4),
+    "EP2 TP2 SP, experts' TP1": Layout(flags=f"{EP2} {SP} --expert-tensor-parallel-size 1", ranks=2),
+    "EP2 PP2": Layout(flags=f"{EP2} {PP2}", ranks=4, usual=True),
+    "EP2 PP2 VPP2": Layout(flags=f"{EP2} {VPP}", ranks=4),
+    "EP2 CP2": Layout(flags=f"{EP2} {CP2}", ranks=4),
+    "EP2 CP2, folded": Layout(flags=f"{EP2} {CP2}", ranks=2),
+    "EP2 TP2 SP CP2, experts' TP1": Layout(flags=f"{EP2} {SP} {CP2} --expert-tensor-parallel-size 1", ranks=4),
+    "TP2 SP PP2 CP2": Layout(flags=f"{SP} {PP2} {CP2}", ranks=8),
+    "PP2 VPP2 CP2": Layout(flags=f"{VPP} {CP2}", ranks=4),
     "CP2": Layout(flags=CP2, ranks=2, usual=True),
     "CP4": Layout(flags=CP4, ranks=4),
     "CP2 DP2": Layout(flags=CP2, ranks=4, usual=True),
@@ -67,7 +77,10 @@ LAYOUTS = {
     "TP2 SP, recompute": Layout(flags=SP, ranks=2, packed_only=RECOMPUTE, usual=True),
     "PP2, recompute": Layout(flags=PP2, ranks=2, packed_only=RECOMPUTE),
     "CP2, recompute": Layout(flags=CP2, ranks=2, packed_only=RECOMPUTE),
-    "CP2, selective recompute": Layout(flags=CP2, ranks=2, packed_only="--recompute-granularity selective"),
+    "CP2, selective recompute": Layout(flags=CP2, ranks=2, packed_only=SELECTIVE),
+    "TP2 SP, selective recompute": Layout(flags=SP, ranks=2, packed_only=SELECTIVE),
+    "PP2, selective recompute": Layout(flags=PP2, ranks=2, packed_only=SELECTIVE),
+    "PP2 VPP2, recompute": Layout(flags=VPP, ranks=2, packed_only=RECOMPUTE),
     "EP2, recompute": Layout(flags=EP2, ranks=2, packed_only=RECOMPUTE),
 }
 
@@ -95,7 +108,7 @@ def test_two_runs_of_a_layout_are_bit_equal(name: str, runner: Runner, chats: Pa
     assert first.iterations == second.iterations
 
 
-@pytest.mark.parametrize("name", ["TP2 SP", "PP2", "CP2", "EP2"])
+@pytest.mark.parametrize("name", ["TP2 SP", "PP2", "PP2 VPP2", "CP2", "EP2", "EP2 PP2", "TP2 SP CP2", "CP2 PP2"])
 def test_bf16_error_is_that_of_the_unpacked_run(
     name: str, runner: Runner, chats: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -130,8 +143,8 @@ def test_step_without_targets_and_evaluation_in_a_layout(name: str, runner: Runn
 
 def _reference(layout: Layout, runner: Runner, chats: Path, more: str = "") -> Run:
     without_cp = re.sub(r"--context-parallel-size \d --max-seqlen-per-dp-cp-rank \d+", "", layout.flags)
-    cp = re.search(r"--context-parallel-size (\d)", layout.flags)
-    ranks = layout.ranks // (int(cp.group(1)) if cp else 1)
+    cp, ep = (re.search(rf"--{kind}-parallel-size (\d)", layout.flags) for kind in ("context", "expert-model"))
+    ranks = max(layout.ranks // (int(cp[1]) if cp else 1), int(ep[1]) if ep else 1)
     return runner.train(_later_wins(PADDED, without_cp, more), data=chats, ranks=ranks)
 
 
