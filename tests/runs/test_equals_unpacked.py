@@ -39,7 +39,7 @@ CASES = {
 def test_packed_run_equals_unpacked_run(name: str, runner: Runner, chats: Path) -> None:
     packed_only, both, ranks = CASES[name]
     reference = runner.train(PADDED, both, data=chats, ranks=ranks)
-    packed = runner.train(_later_wins(PACKED, both, packed_only), data=chats, ranks=ranks)
+    packed = runner.train(later_wins(PACKED, both, packed_only), data=chats, ranks=ranks)
     assert_same_training(packed, reference)
 
 
@@ -61,7 +61,7 @@ def assert_same_training(packed: Run, reference: Run, iterations: int = 30) -> N
         assert distance <= tolerances.WEIGHTS_REL_L2, f"{name}: relative distance {distance}"
 
 
-def _later_wins(*parts: str) -> str:
+def later_wins(*parts: str) -> str:
     """Flags of all parts; a flag that a later part sets anew leaves the earlier one out."""
     flags: dict[str, list[str]] = {}
     for part in parts:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.runs.harness import MODEL, ROOT, TOKENIZER, TRAINING, Runner
-from tests.runs.test_equals_unpacked import PACKED, PADDED, assert_same_training
+from tests.runs.test_equals_unpacked import PACKED, assert_same_training, later_wins
+from tests.runs.test_layouts import LAYOUTS, Layout, unpacked_run
 
 pytestmark = pytest.mark.run
 
@@ -87,17 +88,18 @@ def test_every_config_is_dry_run(config: Path) -> None:
     assert "dry run: every flag is good" in finished.stdout
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_megatron_lms_own_script(ranks: int, runner: Runner, chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["1 rank", "DP2", "TP2 SP", "PP2", "PP2 VPP2", "EP2", "CP2", "CP2 PP2"])
+def test_megatron_lms_own_script(name: str, runner: Runner, chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set MEGATRON_LM to a checkout of Megatron-LM at core_r0.19.0; its pretrain_gpt.py is run unmodified."""
     checkout = os.environ.get("MEGATRON_LM")
     if checkout is None:
         pytest.skip("MEGATRON_LM names no checkout of Megatron-LM (branch core_r0.19.0); no registry ships its script")
     script = f"--own-script {Path(checkout) / 'pretrain_gpt.py'}"
-    packed = runner.train(PACKED, script, data=chats, ranks=ranks)
-    padded = runner.train(PADDED, script, data=chats, ranks=ranks)
-    assert_same_training(packed, padded)
-    ours = runner.train(PACKED, data=chats, ranks=ranks)
+    plain = {"1 rank": Layout(flags="", ranks=1), "DP2": Layout(flags="", ranks=2)}
+    layout = {**LAYOUTS, **plain}[name]
+    packed = runner.train(later_wins(PACKED, layout.flags), script, data=chats, ranks=layout.ranks)
+    assert_same_training(packed, unpacked_run(layout, runner, chats, script))
+    ours = runner.train(later_wins(PACKED, layout.flags), data=chats, ranks=layout.ranks)
     assert ours.iterations == packed.iterations
 
 

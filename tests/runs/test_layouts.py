@@ -13,7 +13,7 @@ import pytest
 from tests import tolerances
 from tests.conftest import LAYOUT_ROWS
 from tests.runs.harness import Run, Runner
-from tests.runs.test_equals_unpacked import PACKED, PADDED, _later_wins, assert_same_training
+from tests.runs.test_equals_unpacked import PACKED, PADDED, assert_same_training, later_wins
 
 pytestmark = pytest.mark.run
 
@@ -90,8 +90,8 @@ def test_layout_equals_its_unpacked_run(name: str, runner: Runner, chats: Path, 
     layout = LAYOUTS[name]
     if not layout.usual and not request.config.getoption("--all-layouts"):
         pytest.skip("not among the usual layouts; --all-layouts runs it")
-    packed = runner.train(_later_wins(PACKED, layout.flags, layout.packed_only), data=chats, ranks=layout.ranks)
-    reference = _reference(layout, runner, chats)
+    packed = runner.train(later_wins(PACKED, layout.flags, layout.packed_only), data=chats, ranks=layout.ranks)
+    reference = unpacked_run(layout, runner, chats)
     rows = request.config.stash.setdefault(LAYOUT_ROWS, [])
     rows.append(
         (name, layout.ranks, f"{_loss_difference(packed, reference):.1e}", f"{_distance(packed, reference):.1e}")
@@ -102,7 +102,7 @@ def test_layout_equals_its_unpacked_run(name: str, runner: Runner, chats: Path, 
 @pytest.mark.parametrize("name", ["CP2", "PP2 DP2"])
 def test_two_runs_of_a_layout_are_bit_equal(name: str, runner: Runner, chats: Path) -> None:
     layout = LAYOUTS[name]
-    flags = _later_wins(PACKED, layout.flags)
+    flags = later_wins(PACKED, layout.flags)
     again = f"{flags} --packing-log-interval 7"  # any flag that changes nothing makes it another run
     first, second = (runner.train(f, data=chats, ranks=layout.ranks) for f in (flags, again))
     assert first.iterations == second.iterations
@@ -115,9 +115,9 @@ def test_bf16_error_is_that_of_the_unpacked_run(
     if not request.config.getoption("--all-layouts"):
         pytest.skip("--all-layouts runs bf16 in every kind of layout")
     layout = LAYOUTS[name]
-    packed = runner.train(_later_wins(PACKED, layout.flags), "--bf16", data=chats, ranks=layout.ranks)
-    exact = _reference(layout, runner, chats)
-    plain = _reference(layout, runner, chats, "--bf16")
+    packed = runner.train(later_wins(PACKED, layout.flags), "--bf16", data=chats, ranks=layout.ranks)
+    exact = unpacked_run(layout, runner, chats)
+    plain = unpacked_run(layout, runner, chats, "--bf16")
     assert _rms(packed, exact) <= tolerances.BF16_ERROR_FACTOR * _rms(plain, exact)
 
 
@@ -127,12 +127,12 @@ def test_step_without_targets_and_evaluation_in_a_layout(name: str, runner: Runn
     layout = LAYOUTS[name]
     steps = "--train-iters 8 --lr-decay-iters 8 --eval-iters 2 --eval-interval 4 --split 80,20,0"
     masked = "--packing-dataset tests.runs.datasets:MaskedSteps"
-    run = runner.train(_later_wins(PACKED, layout.flags, masked, steps), data=chats, ranks=layout.ranks)
+    run = runner.train(later_wins(PACKED, layout.flags, masked, steps), data=chats, ranks=layout.ranks)
     assert [step.iteration for step in run.iterations if step.skipped] == [3, 7]
     assert run.iterations[2].state == run.iterations[1].state
     assert run.iterations[3].state != run.iterations[2].state
-    packed = runner.train(_later_wins(PACKED, layout.flags, steps), data=chats, ranks=layout.ranks)
-    reference = _reference(layout, runner, chats, steps)
+    packed = runner.train(later_wins(PACKED, layout.flags, steps), data=chats, ranks=layout.ranks)
+    reference = unpacked_run(layout, runner, chats, steps)
     mine, theirs = (
         [float(x) for x in re.findall(r"validation loss at iteration \d+ .*?lm loss value: (\S+)", each.log)]
         for each in (packed, reference)
@@ -141,11 +141,12 @@ def test_step_without_targets_and_evaluation_in_a_layout(name: str, runner: Runn
     assert mine == pytest.approx(theirs, abs=2 * tolerances.LOSS_PER_ITERATION * max(theirs))  # printed with 7 digits
 
 
-def _reference(layout: Layout, runner: Runner, chats: Path, more: str = "") -> Run:
+def unpacked_run(layout: Layout, runner: Runner, chats: Path, more: str = "") -> Run:
+    """Megatron's own run of the layout, without the context parallelism that stock local attention refuses."""
     without_cp = re.sub(r"--context-parallel-size \d --max-seqlen-per-dp-cp-rank \d+", "", layout.flags)
     cp, ep = (re.search(rf"--{kind}-parallel-size (\d)", layout.flags) for kind in ("context", "expert-model"))
     ranks = max(layout.ranks // (int(cp[1]) if cp else 1), int(ep[1]) if ep else 1)
-    return runner.train(_later_wins(PADDED, without_cp, more), data=chats, ranks=ranks)
+    return runner.train(later_wins(PADDED, without_cp, more), data=chats, ranks=ranks)
 
 
 def _loss_difference(packed: Run, reference: Run) -> float:
