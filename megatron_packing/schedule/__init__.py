@@ -12,6 +12,7 @@ from megatron_packing.schedule.cost import CostModel
 from megatron_packing.schedule.dp_balanced import dp_balanced
 from megatron_packing.schedule.first_fit import first_fit
 from megatron_packing.schedule.metrics import Metrics, mean_metrics
+from megatron_packing.schedule.offline import PackedSet, offline, pack_set
 from megatron_packing.schedule.plan import (
     Int64Array,
     Lengths,
@@ -33,6 +34,7 @@ __all__ = [
     "Metrics",
     "Microbatch",
     "Pack",
+    "PackedSet",
     "Plan",
     "Planner",
     "Problem",
@@ -41,11 +43,13 @@ __all__ = [
     "even_counts",
     "make_plan",
     "mean_metrics",
+    "pack_set",
 ]
 
 SCHEDULERS: dict[str, Planner] = {
     "first_fit": first_fit,
     "dp_balanced": dp_balanced,
+    "offline": offline,
 }
 """Every planner by name."""
 
