@@ -10,10 +10,13 @@ from time import perf_counter
 from megatron_packing.errors import CapacityError, ConfigError
 from megatron_packing.schedule.cost import CostModel
 from megatron_packing.schedule.dp_balanced import dp_balanced
+from megatron_packing.schedule.dynamic_cp import dynamic_cp
 from megatron_packing.schedule.first_fit import first_fit
+from megatron_packing.schedule.groups import GroupSizes
 from megatron_packing.schedule.metrics import Metrics, mean_metrics
 from megatron_packing.schedule.offline import PackedSet, offline, pack_set
 from megatron_packing.schedule.plan import (
+    GroupedPacks,
     Int64Array,
     Lengths,
     Microbatch,
@@ -31,6 +34,8 @@ from megatron_packing.topology import Topology
 __all__ = [
     "SCHEDULERS",
     "CostModel",
+    "GroupSizes",
+    "GroupedPacks",
     "Metrics",
     "Microbatch",
     "Pack",
@@ -50,14 +55,28 @@ SCHEDULERS: dict[str, Planner] = {
     "first_fit": first_fit,
     "dp_balanced": dp_balanced,
     "offline": offline,
+    "dynamic_cp": dynamic_cp,
 }
 """Every planner by name."""
+
+_ALIASES = {"default_dynamic_cp": "dynamic_cp"}
+"""Upstream's names for what a planner of ours does."""
+
+CHOOSES_GROUPS = frozenset({"dynamic_cp"})
+"""Planners that choose which DP x CP ranks share a pack: it may hold as much as all of them together."""
+
+NOT_IN_TRAINING = {
+    "offline": "it packs a whole set ahead of time, not a step's samples",
+    "dynamic_cp": "a run's process groups are those of a fixed context parallelism; changing ones are not proven yet",
+}
+"""Planners that training refuses, and why: `megatron-packing plan` still shows what they would do."""
 
 # Sequence boundaries are int32 from Megatron-Core down to the attention kernels.
 _BOUNDARY_LIMIT = 2**31
 
 _ONE_RANK = Topology()
 _ATTENTION_ONLY = CostModel(linear=0, quadratic=1)
+_POWERS_OF_TWO = GroupSizes()
 
 
 def make_plan(
@@ -68,17 +87,19 @@ def make_plan(
     max_seqs: int | None = None,
     microbatch_multiple: int = 1,
     cost: CostModel = _ATTENTION_ONLY,
+    group_sizes: GroupSizes = _POWERS_OF_TWO,
 ) -> Plan:
     """The checked plan of one optimizer step; equal arguments give equal plans on every rank and machine.
 
     Args:
         lengths: tokens of each sample, shape [N], in gather order. None at all gives a plan of dummies.
-        scheduler: a name in `SCHEDULERS`.
+        scheduler: a name in `SCHEDULERS`, or upstream's for one of them.
         topology: gives the DP ranks to plan for and the alignment to pad to.
         max_tokens_per_rank: padded tokens that one rank may hold of a pack; a pack's capacity is CP times that.
         max_seqs: samples that a pack may hold; None means any number.
         microbatch_multiple: what the number of microbatches must be a multiple of.
         cost: what counts as work, for planners that balance and for the plan's metrics.
+        group_sizes: how many ranks may share a pack, for planners that choose them.
 
     Raises:
         ConfigError: an unknown scheduler, a size below 1, or a capacity that is no multiple of the alignment.
@@ -86,13 +107,14 @@ def make_plan(
         PackingError: lengths that are not integers of at least 1, or a planner that made a wrong plan.
     """
     started = perf_counter()
-    check_scheduler(scheduler)
+    scheduler = check_scheduler(scheduler)
     _check_sizes(max_tokens_per_rank=max_tokens_per_rank, microbatch_multiple=microbatch_multiple)
     if max_seqs is not None:
         _check_sizes(max_seqs=max_seqs)
-    topology.check_capacity(max_tokens_per_rank)
+    widest = _widest_pack(scheduler, topology, group_sizes)
+    widest.check_capacity(max_tokens_per_rank)
     lengths = as_lengths(lengths)
-    _check_fit(lengths, topology, max_tokens_per_rank)
+    _check_fit(lengths, widest, max_tokens_per_rank)
     padded = -(-lengths // topology.alignment) * topology.alignment
     padded.setflags(write=False)
     problem = Problem(
@@ -103,23 +125,36 @@ def make_plan(
         max_seqs=max_seqs,
         microbatch_multiple=microbatch_multiple,
         cost=cost,
+        group_sizes=group_sizes,
     )
     plan = build_plan(SCHEDULERS[scheduler](problem), problem, scheduler)
     check_plan(plan, lengths, max_seqs, microbatch_multiple)
     return replace(plan, plan_ms=(perf_counter() - started) * 1e3)
 
 
-def check_scheduler(name: str) -> None:
-    """Refuse a name that is not in `SCHEDULERS`.
+def check_scheduler(name: str) -> str:
+    """The name in `SCHEDULERS` of a planner.
+
+    Args:
+        name: that name, or upstream's.
 
     Raises:
         ConfigError: it lists the names that are.
     """
+    name = _ALIASES.get(name, name)
     if name not in SCHEDULERS:
         raise ConfigError(
             f"scheduler is {name!r}; it must be one of: {', '.join(sorted(SCHEDULERS))}. Set "
             "--sequence-packing-scheduler to one of them."
         )
+    return name
+
+
+def _widest_pack(scheduler: str, topology: Topology, group_sizes: GroupSizes) -> Topology:
+    """The topology whose packs are as large as the planner's largest: smaller groups then hold what fits them, too."""
+    if scheduler not in CHOOSES_GROUPS:
+        return topology
+    return replace(topology, dp=1, cp=group_sizes.of(topology.dp * topology.cp)[-1])
 
 
 def _check_sizes(**sizes: int) -> None:

@@ -2,6 +2,7 @@
 
 A transformer's matrix products grow with a sample's tokens, its attention scores with their square, because no
 token of a pack looks at another sample. Two numbers therefore rank any two samples.
+What ranks that share a sample send each other grows with its tokens, and no rank is spared it.
 """
 
 import math
@@ -30,9 +31,12 @@ class CostModel:
     """Work that a sample pays once for each of its tokens."""
     quadratic: float
     """Work that a sample pays once for each pair of its tokens."""
+    communication: float = 0.0
+    """Work that each rank of a CP group of more than one pays for each token of the pack, on top of its share."""
 
     def __post_init__(self) -> None:
-        for name, value in (("linear", self.linear), ("quadratic", self.quadratic)):
+        for name in ("linear", "quadratic", "communication"):
+            value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"CostModel.{name} is {value!r}; it weighs work and must be finite and at least 0.")
 
