@@ -16,10 +16,11 @@ from megatron_packing.config import (
     check_megatron_flags,
 )
 from megatron_packing.errors import ConfigError
-from megatron_packing.schedule import check_scheduler
+from megatron_packing.schedule import check_scheduler, check_trainable
 from megatron_packing.topology import Topology
 
 DEFAULT_SCHEDULER = "first_fit"
+DYNAMIC_SCHEDULER = "dynamic_cp"
 LOCAL_SPEC = ["megatron_packing.mcore.attention_spec", "local_layer_spec"]
 
 
@@ -58,6 +59,18 @@ def add_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         type=int,
         default=None,
         help="padded tokens that a rank holds in one microbatch; default: --seq-length / CP, rounded up",
+    )
+    add(
+        "--dynamic-context-parallel",
+        action="store_true",
+        help="groups of ranks chosen for every microbatch, as --sequence-packing-scheduler dynamic_cp; only to be "
+        "looked at with megatron-packing plan yet",
+    )
+    add(
+        "--min-dynamic-context-parallel-size",
+        type=int,
+        default=1,
+        help="ranks of the smallest such group (default: 1)",
     )
     add("--thd-max-packed-sequences", type=int, default=None, help="most samples in one pack")
     add(
@@ -110,6 +123,8 @@ def wants_packing(args: argparse.Namespace) -> bool:
         or args.varlen_sbhd_validation
         or args.packing_dataset is not None
         or args.sequence_packing_scheduler is not None
+        or args.dynamic_context_parallel
+        or args.min_dynamic_context_parallel_size != 1
     )
 
 
@@ -122,7 +137,7 @@ def resolve(args: argparse.Namespace) -> PackingConfig:
     dataset = _dataset(args)
     scheduler = _scheduler(args)
     if scheduler is not None:
-        check_scheduler(scheduler)
+        scheduler = check_trainable(scheduler)
     attention = _attention(args, packed=scheduler is not None)
     check_megatron_flags(vars(args), packed=scheduler is not None, attention=attention)
     topology = topology_of(args)
@@ -243,14 +258,33 @@ def _dataset(args: argparse.Namespace) -> str:
 
 
 def _scheduler(args: argparse.Namespace) -> str | None:
+    named = _named_scheduler(args)
     if not args.varlen_sbhd_validation:
-        return args.sequence_packing_scheduler or DEFAULT_SCHEDULER
-    if args.sequence_packing_scheduler is not None:
+        return named or DEFAULT_SCHEDULER
+    if named is not None:
         raise ConfigError(
-            f"--varlen-sbhd-validation with --sequence-packing-scheduler {args.sequence_packing_scheduler}: the "
-            "reference run does not pack. Drop one of them."
+            f"--varlen-sbhd-validation with --sequence-packing-scheduler {named}: the reference run does not pack. "
+            "Drop one of them."
         )
     return None
+
+
+def _named_scheduler(args: argparse.Namespace) -> str | None:
+    """What --sequence-packing-scheduler says, or --dynamic-context-parallel says in its place."""
+    named: str | None = args.sequence_packing_scheduler
+    if not args.dynamic_context_parallel:
+        if args.min_dynamic_context_parallel_size != 1:
+            raise ConfigError(
+                f"--min-dynamic-context-parallel-size {args.min_dynamic_context_parallel_size}: without "
+                "--dynamic-context-parallel every group has --context-parallel-size ranks. Drop the flag."
+            )
+        return named
+    if named is not None and check_scheduler(named) != DYNAMIC_SCHEDULER:
+        raise ConfigError(
+            f"--dynamic-context-parallel with --sequence-packing-scheduler {named}: it is a scheduler of its own. Drop "
+            "one of them."
+        )
+    return named or DYNAMIC_SCHEDULER
 
 
 def _attention(args: argparse.Namespace, *, packed: bool) -> str:

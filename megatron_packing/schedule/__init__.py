@@ -45,6 +45,7 @@ __all__ = [
     "Problem",
     "check_plan",
     "check_scheduler",
+    "check_trainable",
     "even_counts",
     "make_plan",
     "mean_metrics",
@@ -139,15 +140,38 @@ def check_scheduler(name: str) -> str:
         name: that name, or upstream's.
 
     Raises:
-        ConfigError: it lists the names that are.
+        ConfigError: there is no such planner; lists those that there are.
     """
-    name = _ALIASES.get(name, name)
-    if name not in SCHEDULERS:
+    return _planner(name, sorted(SCHEDULERS))
+
+
+def check_trainable(name: str) -> str:
+    """The name in `SCHEDULERS` of a planner that a run may use.
+
+    Args:
+        name: that name, or upstream's.
+
+    Raises:
+        ConfigError: there is no such planner, or training refuses it; says why, and which there are.
+    """
+    usable = sorted(SCHEDULERS.keys() - NOT_IN_TRAINING.keys())
+    planner = _ALIASES.get(name, name)
+    if planner in NOT_IN_TRAINING:
         raise ConfigError(
-            f"scheduler is {name!r}; it must be one of: {', '.join(sorted(SCHEDULERS))}. Set "
-            "--sequence-packing-scheduler to one of them."
+            f"--sequence-packing-scheduler {name}: {NOT_IN_TRAINING[planner]}. `megatron-packing plan --scheduler "
+            f"{planner}` shows what it would do; train with one of: {', '.join(usable)}."
         )
-    return name
+    return _planner(name, usable)
+
+
+def _planner(name: str, known: list[str]) -> str:
+    planner = _ALIASES.get(name, name)
+    if planner not in known:
+        raise ConfigError(
+            f"scheduler is {name!r}; it must be one of: {', '.join(known)}. Set --sequence-packing-scheduler to one of "
+            "them."
+        )
+    return planner
 
 
 def _widest_pack(scheduler: str, topology: Topology, group_sizes: GroupSizes) -> Topology:

@@ -59,7 +59,7 @@ def dynamic_cp(problem: Problem) -> GroupedPacks:
         for part in range(parts)
         for groups in _plan_part(problem, longest_first[part::parts], sizes)
     ]
-    missing = -len(microbatches) % problem.microbatch_multiple
+    missing = -len(microbatches) % problem.microbatch_multiple if microbatches else problem.microbatch_multiple
     return GroupedPacks(microbatches=microbatches + [_with_dummies([], sizes) for _ in range(missing)])
 
 

@@ -96,7 +96,7 @@ def fill_row(step, waiting, ceiling, policy, groups, group_of):  # type: ignore[
     return num_groups
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _group_with_room(step, sample, ceiling, policy, groups, num_groups):  # type: ignore[no-untyped-def]
     """The open group that the policy puts the sample in; -1 where none holds it."""
     best, best_size, best_left = -1, np.int64(0), 0.0
@@ -117,7 +117,7 @@ def _group_with_room(step, sample, ceiling, policy, groups, num_groups):  # type
     return best
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _smallest_size(step, sample, ceiling, free):  # type: ignore[no-untyped-def]
     """The smallest group that holds the sample under the ceiling, as an index; -1 where the free ranks make none."""
     for size in range(len(step.sizes_K)):
@@ -264,7 +264,7 @@ def _ceilings(step, waiting, rows_after, multiples):  # type: ignore[no-untyped-
 
 @njit(cache=True)
 def _own_ceiling(step, sample, halvings):  # type: ignore[no-untyped-def]
-    """What the sample's ranks have to do for it alone, in all ranks halved so many times; -1 where they cannot hold it."""
+    """What the sample's ranks have to do for it alone, in all ranks halved so many times; -1: too long for them."""
     size = len(step.sizes_K) - 1
     while size > 0 and step.sizes_K[size - 1] >= step.sizes_K[-1] >> halvings:
         size -= 1
