@@ -7,6 +7,7 @@ import typer
 from megatron_packing import __version__
 from megatron_packing.cli.inspection import inspect
 from megatron_packing.cli.output import PROGRAM, reports_errors
+from megatron_packing.cli.pack import pack
 from megatron_packing.cli.plan import plan
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 
 app.command("plan")(reports_errors(plan))
+app.command("pack")(reports_errors(pack))
 # What is no flag of ours goes to Megatron's tokenizer parser, which refuses what it does not know.
 app.command("inspect", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     reports_errors(inspect)
