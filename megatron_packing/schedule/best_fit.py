@@ -14,6 +14,7 @@ import numpy.typing as npt
 from numba import njit
 
 type Int64Array = npt.NDArray[np.int64]
+type Int32Array = npt.NDArray[np.int32]
 
 _MOST_ROOMS = 1 << 22
 """Rooms that are told apart: the tables take 12 bytes for each. Larger packs are counted in coarser units."""
@@ -22,8 +23,8 @@ _ONE = np.uint64(1)
 _NONE = -1
 
 
-def best_fit_decreasing(tokens: Int64Array, capacity: int, max_seqs: int | None = None) -> tuple[Int64Array, int]:
-    """The pack of each sample, int64 [N], numbered from 0 as they open; and the number of packs.
+def best_fit_decreasing(tokens: Int64Array, capacity: int, max_seqs: int | None = None) -> tuple[Int32Array, int]:
+    """The pack of each sample, int32 [N], numbered from 0 as they open; and the number of packs.
 
     Where a pack holds more than four million tokens, samples are counted in units of a few tokens, rounded up: no pack
     is too full, and one in a million of its room may stay unused.
@@ -33,14 +34,14 @@ def best_fit_decreasing(tokens: Int64Array, capacity: int, max_seqs: int | None 
         capacity: padded tokens that a pack may hold.
         max_seqs: samples that a pack may hold; None means any number.
     """
-    pack_of_N = np.full(len(tokens), _NONE, dtype=np.int64)
+    pack_of_N = np.full(len(tokens), _NONE, dtype=np.int32)
     most = len(tokens) if max_seqs is None else max_seqs
     if len(tokens) <= most and float(tokens.sum(dtype=np.float64)) <= capacity:
         return np.zeros_like(pack_of_N), min(1, len(tokens))
     return pack_of_N, fill_up(tokens, capacity, most, pack_of_N, 0)
 
 
-def fill_up(tokens: Int64Array, capacity: int, max_seqs: int, pack_of_N: Int64Array, num_packs: int) -> int:
+def fill_up(tokens: Int64Array, capacity: int, max_seqs: int, pack_of_N: Int32Array, num_packs: int) -> int:
     """Give a pack to every sample that has none, in packs that are open already or new; returns the number of packs.
 
     Args:
@@ -205,16 +206,19 @@ def _in_word(level, start):  # type: ignore[no-untyped-def]
     return place
 
 
-def by_pack(pack_of_N: Int64Array, num_packs: int) -> tuple[Int64Array, Int64Array]:
-    """Samples pack by pack, in order within each, int64 [N]; and where each pack ends in that, int64 [P]."""
-    sample_ids = np.empty_like(pack_of_N)
-    ends_P = np.cumsum(np.bincount(pack_of_N, minlength=num_packs)).astype(np.int64)
-    _write_by_pack(pack_of_N, ends_P, sample_ids)
+def by_pack(pack_of_N: Int32Array, num_packs: int) -> tuple[Int32Array, Int64Array]:
+    """Samples pack by pack, in order within each, int32 [N]; and where each pack ends in that, int64 [P]."""
+    sample_ids, ends_P = np.empty_like(pack_of_N), np.zeros(num_packs, dtype=np.int64)
+    _write_by_pack(pack_of_N, sample_ids, ends_P)
     return sample_ids, ends_P
 
 
 @njit(cache=True)
-def _write_by_pack(pack_of_N, ends_P, sample_ids):  # type: ignore[no-untyped-def]
+def _write_by_pack(pack_of_N, sample_ids, ends_P):  # type: ignore[no-untyped-def]
+    for pack in pack_of_N:
+        ends_P[pack] += 1
+    for pack in range(1, len(ends_P)):
+        ends_P[pack] += ends_P[pack - 1]
     next_P = ends_P.copy()
     for sample in range(len(pack_of_N) - 1, -1, -1):
         next_P[pack_of_N[sample]] -= 1

@@ -27,9 +27,8 @@ import numpy.typing as npt
 from numba import njit
 
 from megatron_packing.errors import MissingDependency
-from megatron_packing.schedule.best_fit import fill_up, in_units, longest_first
+from megatron_packing.schedule.best_fit import Int32Array, Int64Array, fill_up, in_units, longest_first
 
-type Int64Array = npt.NDArray[np.int64]
 type Float64Array = npt.NDArray[np.float64]
 
 DEEPEST = 16
@@ -63,8 +62,8 @@ class Strategy:
     """No packing of these lengths, in these units, has fewer packs."""
 
 
-def depth_capped(tokens: Int64Array, capacity: int, max_seqs: int) -> tuple[Int64Array, int]:
-    """The pack of each sample, int64 [N], and the number of packs.
+def depth_capped(tokens: Int64Array, capacity: int, max_seqs: int) -> tuple[Int32Array, int]:
+    """The pack of each sample, int32 [N], and the number of packs.
 
     Args:
         tokens: padded tokens of each sample, shape [N] with N of at least 1, each from 1 to `capacity`.
@@ -77,7 +76,7 @@ def depth_capped(tokens: Int64Array, capacity: int, max_seqs: int) -> tuple[Int6
     units_N, room = in_units(tokens, capacity, _MOST_UNITS)
     strategy = solve(np.bincount(units_N, minlength=room + 1), max_seqs)
     copies_J = np.floor(strategy.copies_J + _ROUNDING).astype(np.int64)
-    pack_of_N = np.full(len(tokens), -1, dtype=np.int64)
+    pack_of_N = np.full(len(tokens), -1, dtype=np.int32)
     order_N, _ = longest_first(units_N, pack_of_N, room)
     _match(units_N, order_N, *_slots(strategy.patterns_JD, copies_J), pack_of_N)
     return pack_of_N, fill_up(tokens, capacity, max_seqs, pack_of_N, int(copies_J.sum()))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packing.schedule.bounds import packs_lower_bound
 from megatron_packing.schedule.first_fit import fullest_in_halves
 from megatron_packing.schedule.plan import Problem, even_counts
 
@@ -24,7 +23,7 @@ type Int64Array = npt.NDArray[np.int64]
 class PackedSet:
     """The packs of a whole set."""
 
-    sample_ids: Int64Array
+    sample_ids: npt.NDArray[np.int32]
     """Samples pack by pack, ascending within each, shape [N]."""
     ends: Int64Array
     """Where each pack ends in `sample_ids`, shape [P]."""
@@ -33,7 +32,7 @@ class PackedSet:
         """Packs."""
         return len(self.ends)
 
-    def __iter__(self) -> Iterator[Int64Array]:
+    def __iter__(self) -> Iterator[npt.NDArray[np.int32]]:
         """The samples of each pack."""
         return iter(np.split(self.sample_ids, self.ends[:-1]) if len(self) else [])
 
@@ -53,16 +52,17 @@ def pack_set(padded: Int64Array, capacity: int, max_seqs: int | None = None) -> 
     from megatron_packing.schedule import best_fit, depth_capped
 
     pack_of_N, num_packs = best_fit.best_fit_decreasing(padded, capacity, max_seqs)
-    if (
-        max_seqs is not None
-        and max_seqs <= depth_capped.DEEPEST
-        and num_packs > packs_lower_bound(padded, capacity, max_seqs)
-    ):
+    if max_seqs is not None and max_seqs <= depth_capped.DEEPEST and num_packs > _at_least(padded, capacity, max_seqs):
         by_program = depth_capped.depth_capped(padded, capacity, max_seqs)
         if by_program[1] < num_packs:
             pack_of_N, num_packs = by_program
     sample_ids, ends = best_fit.by_pack(pack_of_N, num_packs)
     return PackedSet(sample_ids=sample_ids, ends=ends)
+
+
+def _at_least(padded: Int64Array, capacity: int, max_seqs: int) -> int:
+    """Packs for so many tokens and so many samples; `bounds` has a better bound, which sorts."""
+    return max(-(-int(padded.sum()) // capacity), -(-len(padded) // max_seqs))
 
 
 def offline(problem: Problem) -> list[list[int]]:

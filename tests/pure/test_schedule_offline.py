@@ -115,7 +115,7 @@ def test_open_packs_are_filled_up_before_new_ones_open(
     case: tuple[list[int], int], open_packs: int, data: st.DataObject
 ) -> None:
     lengths, capacity = case
-    pack_of = np.full(len(lengths), -1, dtype=np.int64)
+    pack_of = np.full(len(lengths), -1, dtype=np.int32)
     room = [capacity] * open_packs
     for sample, length in enumerate(lengths):
         pack = data.draw(st.integers(-1, open_packs - 1))
