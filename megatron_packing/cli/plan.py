@@ -17,7 +17,17 @@ from megatron_packing.cli.lengths import load_lengths
 from megatron_packing.cli.output import console, print_json, progress_bar, say
 from megatron_packing.cli.padded import PaddedAccount, padded_account
 from megatron_packing.errors import CapacityError, ConfigError
-from megatron_packing.schedule import SCHEDULERS, CostModel, Metrics, make_plan, mean_metrics
+from megatron_packing.schedule import (
+    CHOOSES_GROUPS,
+    NOT_IN_TRAINING,
+    SCHEDULERS,
+    CostModel,
+    GroupSizes,
+    Metrics,
+    check_scheduler,
+    make_plan,
+    mean_metrics,
+)
 from megatron_packing.topology import Topology
 
 type Int64Array = npt.NDArray[np.int64]
@@ -36,10 +46,19 @@ class _Setting:
     """Tokens that the padded baseline pads to; also the longest sample."""
     max_seqs: int | None
     cost: CostModel
+    group_sizes: GroupSizes
+
+    widest_cp: int
+    """Ranks that share the largest pack which every scheduler can make."""
 
     @property
     def capacity(self) -> int:
-        return self.max_tokens_per_rank * self.topology.cp
+        return self.max_tokens_per_rank * self.widest_cp
+
+    @property
+    def capacity_of(self) -> str:
+        """The capacity, in words."""
+        return f"{self.capacity:,} = {self.max_tokens_per_rank:,} per rank x CP {self.widest_cp}"
 
     def metrics(self, lengths: Int64Array, scheduler: str) -> Metrics:
         """The metrics of one step."""
@@ -50,6 +69,7 @@ class _Setting:
             max_tokens_per_rank=self.max_tokens_per_rank,
             max_seqs=self.max_seqs,
             cost=self.cost,
+            group_sizes=self.group_sizes,
         )
         return plan.metrics(lengths)
 
@@ -90,6 +110,15 @@ def plan(
         float, typer.Option(help="Work of a token, in query-key pairs; 24576 is about a dense model of 7B parameters.")
     ] = 0.0,
     cost_quadratic: Annotated[float, typer.Option(help="Work of a query-key pair.")] = 1.0,
+    cost_communication: Annotated[
+        float, typer.Option(help="Work of a token, on every rank, where several ranks share its pack.")
+    ] = 0.0,
+    min_dynamic_context_parallel_size: Annotated[
+        int, typer.Option(help="dynamic_cp: ranks of the smallest group; groups have 1, 2, 4, ... times as many.")
+    ] = 1,
+    any_group_size: Annotated[
+        bool, typer.Option("--any-group-size", help="dynamic_cp: groups have any multiple of the smallest's ranks.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Shuffles lengths given as counts; a list keeps its order.")] = 1234,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of tables.")] = False,
 ) -> None:
@@ -97,14 +126,16 @@ def plan(
 
     Steps are consecutive global batches; an incomplete last one is left out. Needs neither torch nor a GPU.
     """
+    names = list(dict.fromkeys(map(check_scheduler, scheduler or ["first_fit"])))
     setting = _setting(
         topology=Topology(dp=dp, cp=cp, tp=tp, sequence_parallel=sequence_parallel),
         max_tokens_per_rank=max_seqlen_per_dp_cp_rank,
         seq_length=seq_length,
         max_seqs=max_seqs,
-        cost=CostModel(linear=cost_linear, quadratic=cost_quadratic),
+        cost=CostModel(linear=cost_linear, quadratic=cost_quadratic, communication=cost_communication),
+        group_sizes=GroupSizes(smallest=min_dynamic_context_parallel_size, any_size=any_group_size),
+        schedulers=names,
     )
-    names = list(dict.fromkeys(scheduler or ["first_fit"]))
     for name in names:  # no samples are a valid step: it refuses a wrong setting before a large file is read
         setting.metrics(np.zeros(0, dtype=np.int64), name)
     if setting.topology.pad(setting.seq_length) > setting.capacity:
@@ -115,6 +146,9 @@ def plan(
         )
     all_lengths = load_lengths(lengths, seed)
     _check_fit(all_lengths, lengths, setting, seq_length_given=seq_length is not None)
+    for name in names:
+        if name in NOT_IN_TRAINING:
+            say("note", f"training refuses {name}: {NOT_IN_TRAINING[name]}.")
     steps = _steps(all_lengths, lengths, global_batch_size)
     account = padded_account(np.concatenate(steps), setting.seq_length)
     metrics = _metrics_by_scheduler(steps, names, setting)
@@ -132,6 +166,8 @@ def _setting(
     seq_length: int | None,
     max_seqs: int | None,
     cost: CostModel,
+    group_sizes: GroupSizes,
+    schedulers: Sequence[str],
 ) -> _Setting:
     """The setting with its defaults filled in, as training fills them in."""
     if max_tokens_per_rank is None:
@@ -141,19 +177,22 @@ def _setting(
                 "--seq-length to take it from."
             )
         max_tokens_per_rank = topology.pad(seq_length) // topology.cp
+    widest_cp = topology.cp * (topology.dp if CHOOSES_GROUPS.issuperset(schedulers) else 1)
     return _Setting(
         topology=topology,
         max_tokens_per_rank=max_tokens_per_rank,
-        seq_length=seq_length or max_tokens_per_rank * topology.cp,
+        widest_cp=widest_cp,
+        seq_length=seq_length or max_tokens_per_rank * widest_cp,
         max_seqs=max_seqs,
         cost=cost,
+        group_sizes=group_sizes,
     )
 
 
 def _check_fit(lengths: Int64Array, path: Path, setting: _Setting, *, seq_length_given: bool) -> None:
     """No length is above what a sample or a pack may have; checked before planning, to name the place in the file."""
     sample = f"--seq-length is {setting.seq_length:,}"
-    pack = f"a pack holds {setting.capacity:,} = {setting.max_tokens_per_rank:,} per rank x CP {setting.topology.cp}"
+    pack = f"a pack holds {setting.capacity_of}"
     limits = [(setting.seq_length, sample, "Raise --seq-length")] if seq_length_given else []
     for limit, what, remedy in [*limits, (setting.capacity, pack, "Raise --max-seqlen-per-dp-cp-rank")]:
         too_long = np.flatnonzero(lengths > limit)

@@ -248,7 +248,7 @@ def test_a_file_of_no_lengths_is_refused(write: Any, tmp_path: Path, name: str, 
         ("--seq-length 8", "length 1, counted from 0, is 9 tokens; --seq-length is 8 (2 of 3 are too long)"),
         ("--max-seqlen-per-dp-cp-rank 4 --cp 2", "a pack holds 8 = 4 per rank x CP 2 (2 of 3 are too long)"),
         ("--seq-length 16 --global-batch-size 4", "holds 3 lengths; one step takes 4"),
-        ("--seq-length 16 --scheduler best_fit", "'best_fit'; it must be one of: dp_balanced, first_fit"),
+        ("--seq-length 16 --scheduler best_fit", "'best_fit'; it must be one of: dp_balanced, dynamic_cp, first_fit"),
         ("--max-seqlen-per-dp-cp-rank 15 --tp 2 --sequence-parallel", "must be a multiple of the alignment 2"),
         ("--seq-length 16 --cost-linear=-1", "CostModel.linear is -1.0"),
         ("", "--max-seqlen-per-dp-cp-rank is missing"),
@@ -320,3 +320,43 @@ def test_plan_loads_neither_torch_nor_megatron(lengths_file: Path, tmp_path: Pat
     else:  # which shows that the block works
         assert done.returncode != 0
         assert "torch" in done.stderr or "megatron" in done.stderr
+
+
+# --- groups of ranks that change ------------------------------------------------------------------
+
+
+def test_groups_are_planned_beside_static_packs(lengths_file: Path) -> None:
+    words = ["--lengths", lengths_file, "--dp", 4, "--max-seqlen-per-dp-cp-rank", 128, "--cost-communication", 30]
+    both = planned(*words, "--scheduler", "first_fit", "--scheduler", "default_dynamic_cp")["schedulers"]
+    assert list(both) == ["first_fit", "dynamic_cp"]
+    lengths = np.load(lengths_file)
+    cost = CostModel(linear=0, quadratic=1, communication=30)
+    expected = make_plan(lengths, "dynamic_cp", Topology(dp=4), 128, cost=cost).metrics(lengths).as_dict()
+    assert {k: v for k, v in both["dynamic_cp"].items() if k != "plan_ms"} == {
+        k: v for k, v in expected.items() if k != "plan_ms"
+    }
+    assert both["dynamic_cp"]["lockstep_imbalance"] < both["first_fit"]["lockstep_imbalance"]
+
+
+def test_only_groups_can_hold_what_no_static_pack_can(write: Any) -> None:
+    words = ["--lengths", write("lengths.txt", "300\n5\n"), "--dp", 4, "--max-seqlen-per-dp-cp-rank", 128]
+    assert planned(*words, "--scheduler", "dynamic_cp")["schedulers"]["dynamic_cp"]["max_pack_load"] <= 1
+    assert "a pack holds 128 = 128 per rank x CP 1" in refused(
+        *words, "--scheduler", "dynamic_cp", "--scheduler", "first_fit"
+    )
+    assert "a pack holds 256 = 128 per rank x CP 2" in refused(*words[:3], 2, *words[4:], "--scheduler", "dynamic_cp")
+
+
+def test_groups_of_a_smallest_size(lengths_file: Path) -> None:
+    words = ["--lengths", lengths_file, "--dp", 6, "--max-seqlen-per-dp-cp-rank", 128, "--scheduler", "dynamic_cp"]
+    assert planned(*words, "--min-dynamic-context-parallel-size", 3)["schedulers"]["dynamic_cp"]["max_pack_load"] <= 1
+    assert "is 4; it must divide the 6" in refused(*words, "--min-dynamic-context-parallel-size", 4)
+    sizes = planned(*words, "--any-group-size", "--min-dynamic-context-parallel-size", 2, "--cost-communication", 9)
+    assert sizes["schedulers"]["dynamic_cp"]["packs"] >= 1
+
+
+@pytest.mark.parametrize("scheduler", ["offline", "dynamic_cp"])
+def test_what_training_refuses_is_said(lengths_file: Path, scheduler: str) -> None:
+    result = run("plan", "--lengths", lengths_file, "--max-seqlen-per-dp-cp-rank", 128, "--scheduler", scheduler)
+    assert result.exit_code == 0
+    assert f"megatron-packing: note: training refuses {scheduler}: " in result.stderr
