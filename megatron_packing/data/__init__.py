@@ -14,7 +14,7 @@ from megatron_packing.data.schemas import (
     split_conversations,
 )
 from megatron_packing.data.sources import JsonListSource, JsonlSource, Record, Source, open_source
-from megatron_packing.data.survey import Survey, survey
+from megatron_packing.data.survey import Rows, Survey, survey
 from megatron_packing.data.synthetic import MockSource
 from megatron_packing.data.tokenizer import Tokenizer
 
@@ -29,6 +29,7 @@ __all__ = [
     "Message",
     "MockSource",
     "Record",
+    "Rows",
     "Source",
     "Survey",
     "TokenIds",

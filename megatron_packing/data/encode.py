@@ -13,7 +13,7 @@ mask are true ids, never -100: a fused cross entropy looks them up before the ma
 Cost: the tokenizer's, plus two copies of the row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,21 @@ class Dropped:
 
     reason: str
     """empty, too_short, no_targets, overlong or truncated_no_targets: the name it is counted under."""
+    why: str = field(default="", compare=False)
+    """"file:line: why" where a fault of the row is the cause; empty where a rule is, which `said` then names."""
+
+    def said(self, place: str) -> str:
+        """Which row this is and why it makes no sample, in words. `place` is its file:line."""
+        return self.why or f"{place}: {_RULES.get(self.reason, self.reason)}"
+
+
+_RULES = {
+    "empty": "says nothing",
+    "too_short": "has too few tokens for anything to be learned",
+    "no_targets": "has nothing that is to be learned, such as an assistant turn",
+    "overlong": "has more tokens than --seq-length",
+    "truncated_no_targets": "has nothing to be learned within --seq-length",
+}
 
 
 class Encoder:

@@ -6,6 +6,7 @@ installed Megatron already defines a flag, ours steps aside.
 
 import argparse
 import os
+from collections.abc import Callable
 from typing import Any
 
 from megatron_packing.config import (
@@ -20,26 +21,23 @@ from megatron_packing.schedule import check_scheduler
 from megatron_packing.topology import Topology
 
 DEFAULT_SCHEDULER = "first_fit"
+DATA_GROUP = "data for sequence packing (megatron_packing)"
+PACKING_GROUP = "sequence packing (megatron_packing)"
 LOCAL_SPEC = ["megatron_packing.mcore.attention_spec", "local_layer_spec"]
 
 
 def add_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags, as one group, to Megatron's parser."""
-    group = parser.add_argument_group("sequence packing (megatron_packing)")
+    """Add our flags to Megatron's parser, in two groups: what the data are, and how they are packed."""
+    return _add_packing_flags(add_data_flags(parser))
 
-    def add(flag: str, **options: Any) -> None:
-        if flag not in parser._option_string_actions:
-            group.add_argument(flag, **options)
 
+def add_data_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags that say which samples a run sees: those that `megatron-packing inspect` takes as well."""
+    add = _adder(parser, DATA_GROUP)
     add(
         "--use-varlen-dataset",
         action="store_true",
         help="train on samples of their own length (jsonl rows through --data-path), packed in THD format",
-    )
-    add(
-        "--varlen-sbhd-validation",
-        action="store_true",
-        help="the reference run: the same samples, one a row, padded to --seq-length, not packed",
     )
     add(
         "--varlen-mock-dataset-config-json",
@@ -47,19 +45,6 @@ def add_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         default=None,
         help="lengths of the mock dataset (--use-varlen-dataset --mock-data): inline JSON or a file",
     )
-    add(
-        "--sequence-packing-scheduler",
-        type=str,
-        default=None,
-        help="how samples are packed: first_fit (default) or dp_balanced; with --sft, packs SFT rows",
-    )
-    add(
-        "--max-seqlen-per-dp-cp-rank",
-        type=int,
-        default=None,
-        help="padded tokens that a rank holds in one microbatch; default: --seq-length / CP, rounded up",
-    )
-    add("--thd-max-packed-sequences", type=int, default=None, help="most samples in one pack")
     add(
         "--packing-dataset",
         type=str,
@@ -80,16 +65,39 @@ def add_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         help="a row that cannot become a sample (default: error)",
     )
     add(
-        "--packing-attention",
-        choices=ATTENTION_BACKENDS,
-        default="auto",
-        help="core attention; auto: te with --transformer-impl transformer_engine, else sdpa (ours)",
-    )
-    add(
         "--packing-chat-format",
         choices=("auto", "plain", "bare"),
         default="auto",
         help="conversations without a chat template: plain writes the roles, bare only the contents",
+    )
+    return parser
+
+
+def _add_packing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    add = _adder(parser, PACKING_GROUP)
+    add(
+        "--varlen-sbhd-validation",
+        action="store_true",
+        help="the reference run: the same samples, one a row, padded to --seq-length, not packed",
+    )
+    add(
+        "--sequence-packing-scheduler",
+        type=str,
+        default=None,
+        help="how samples are packed: first_fit (default) or dp_balanced; with --sft, packs SFT rows",
+    )
+    add(
+        "--max-seqlen-per-dp-cp-rank",
+        type=int,
+        default=None,
+        help="padded tokens that a rank holds in one microbatch; default: --seq-length / CP, rounded up",
+    )
+    add("--thd-max-packed-sequences", type=int, default=None, help="most samples in one pack")
+    add(
+        "--packing-attention",
+        choices=ATTENTION_BACKENDS,
+        default="auto",
+        help="core attention; auto: te with --transformer-impl transformer_engine, else sdpa (ours)",
     )
     add("--packing-log-interval", type=int, default=1, help="steps between two lines of packing figures")
     add(
@@ -103,6 +111,17 @@ def add_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     return parser
 
 
+def _adder(parser: argparse.ArgumentParser, title: str) -> Callable[..., None]:
+    """What adds a flag to a group of this title, unless Megatron defines the flag already."""
+    group = parser.add_argument_group(title)
+
+    def add(flag: str, **options: Any) -> None:
+        if flag not in parser._option_string_actions:
+            group.add_argument(flag, **options)
+
+    return add
+
+
 def wants_packing(args: argparse.Namespace) -> bool:
     """Whether any of our features is switched on; otherwise every hook passes straight through."""
     return bool(
@@ -113,8 +132,11 @@ def wants_packing(args: argparse.Namespace) -> bool:
     )
 
 
-def resolve(args: argparse.Namespace) -> PackingConfig:
+def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig:
     """Turn Megatron's parsed, not yet validated arguments into our settings.
+
+    Args:
+        world: ranks of the run; None: the environment says how many.
 
     Raises:
         ConfigError: a combination that cannot work; see `megatron_packing.config`.
@@ -125,7 +147,7 @@ def resolve(args: argparse.Namespace) -> PackingConfig:
         check_scheduler(scheduler)
     attention = _attention(args, packed=scheduler is not None)
     check_megatron_flags(vars(args), packed=scheduler is not None, attention=attention)
-    topology = topology_of(args)
+    topology = topology_of(args, world)
     if args.seq_length is None:
         raise ConfigError("--seq-length is missing: the longest sample that the model accepts, in tokens.")
     capacity = args.max_seqlen_per_dp_cp_rank
@@ -186,10 +208,14 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
     return said
 
 
-def topology_of(args: argparse.Namespace) -> Topology:
-    """Group sizes from parsed arguments and the environment, before any process group exists."""
+def topology_of(args: argparse.Namespace, world: int | None = None) -> Topology:
+    """Group sizes from parsed arguments, before any process group exists.
+
+    Args:
+        world: ranks of the run; None: the environment says how many.
+    """
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
     model = tp * pp * cp
     if world % model:
         raise ConfigError(

@@ -58,7 +58,8 @@ class VarlenDataset(MegatronDataset):
     With `varlen_sbhd_validation` the four fields have shape [sequence_length] and there are no lengths.
 
     A row that makes no sample is an item of length 0 with one more field, `dropped`, its reason: it
-    leaves its step with one sample fewer. A truncated sample has one more field, `truncated`.
+    leaves its step with one sample fewer. A truncated sample has one more field, `truncated`. Both have
+    a field `why`: the row's file and line, and what befell it, in words.
     """
 
     def __init__(
@@ -93,7 +94,9 @@ class VarlenDataset(MegatronDataset):
         return len(self.indices) if self.num_samples is None else self.num_samples
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
-        return self._item(self.samples_of_row(self.row_of(idx)))
+        row = self.row_of(idx)
+        encoded = self.samples_of_row(row)
+        return self._with_why(self._item(encoded), encoded, row)
 
     def row_of(self, idx: int) -> int:
         """The source's row that sample `idx` is made of; past the last row, from the first again."""
@@ -123,8 +126,20 @@ class VarlenDataset(MegatronDataset):
         except SampleError as error:
             skip = isinstance(self.config, PackingDatasetConfig) and self.config.packing_bad_rows == "skip"
             if skip and error.reason not in NOT_BAD_ROWS:
-                return Dropped(error.reason)
+                return Dropped(error.reason, str(error))
             raise
+
+    def _with_why(self, item: dict[str, Any], encoded: list[TokenizedSample] | Dropped, row: int) -> dict[str, Any]:
+        """`item`, with the place of a row that was lost or cut: such rows are rare, so that it is looked up anew."""
+        if "dropped" in item and isinstance(encoded, Dropped):
+            return {**item, "why": encoded.why or encoded.said(self._place(row))}
+        if "truncated" in item:
+            return {**item, "why": f"{self._place(row)}: cut to --seq-length {self.config.sequence_length:,}"}
+        return item
+
+    def _place(self, row: int) -> str:
+        path, line = self._origin(self.dataset[row], row)
+        return f"{path}:{line}"
 
     def _item(self, encoded: list[TokenizedSample] | Dropped) -> dict[str, Any]:
         sample = encoded if isinstance(encoded, Dropped) else encoded[0]

@@ -1,24 +1,17 @@
-"""What takes the place of the script's dataset provider? Our datasets, looked at on every rank before step 1."""
+"""What takes the place of the script's dataset provider? Our datasets, looked at by all ranks before step 1."""
 
+import argparse
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
-from megatron.core.datasets.utils import Split
+from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 from megatron_packing.config import PackingConfig
-from megatron_packing.data import Dropped, TokenizedSample, survey
 from megatron_packing.errors import ConfigError
 from megatron_packing.mcore import peers
-from megatron_packing.mcore.dataset import (
-    MockVarlenDataset,
-    PackingDatasetConfig,
-    SFTDataset,
-    VarlenDataset,
-    merged_sample,
-)
+from megatron_packing.mcore.dataset import MockVarlenDataset, PackingDatasetConfig, SFTDataset, VarlenDataset
+from megatron_packing.mcore.look import check_sources
 
 
 def make_provider(config: PackingConfig) -> Callable[..., Any]:
@@ -31,8 +24,8 @@ def make_provider(config: PackingConfig) -> Callable[..., Any]:
             return None, None, None  # the first chunk's iterator feeds them all
         peers.connect()  # the first moment at which the ranks know each other and we are sure to be called on all
         dataset_class = dataset_class_of(config.dataset)
-        dataset_config = dataset_config_of(config)
-        _check_sources(dataset_class, dataset_config)
+        dataset_config = _config_of_this_run(config)
+        check_sources(dataset_class, dataset_config)
         datasets = BlendedMegatronDatasetBuilder(
             dataset_class, num_samples, lambda: _reads_data(config, vp_stage), dataset_config
         ).build()
@@ -84,14 +77,34 @@ def dataset_class_of(name: str) -> type[MegatronDataset]:
     return found
 
 
-def dataset_config_of(config: PackingConfig) -> PackingDatasetConfig:
-    """Megatron's dataset settings for this run, from its global arguments."""
+def _config_of_this_run(config: PackingConfig) -> PackingDatasetConfig:
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
     from megatron.training import get_args
-    from megatron.training.utils import get_blend_and_blend_per_split
 
     args = get_args()
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return dataset_config_of(config, args, build_tokenizer(args))
+
+
+def dataset_config_of(config: PackingConfig, args: argparse.Namespace, tokenizer: Any) -> PackingDatasetConfig:
+    """Megatron's dataset settings for a run with these arguments.
+
+    Args:
+        config: our settings, resolved from the same arguments.
+        args: Megatron's arguments.
+        tokenizer: as Megatron built it.
+
+    Raises:
+        ConfigError: the paths are no list of paths, nor of weights and paths.
+    """
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    try:
+        blend, blend_per_split = get_blend_and_blend_per_split(args)
+    except (AssertionError, OSError, LookupError, ValueError) as error:
+        raise ConfigError(
+            f"data paths cannot be understood ({type(error).__name__}: {error}). Give one path, several paths, or a "
+            "weight before each path; files of --data-args-path hold the same."
+        ) from error
     return PackingDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -103,7 +116,7 @@ def dataset_config_of(config: PackingConfig) -> PackingDatasetConfig:
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        tokenizer=build_tokenizer(args),
+        tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
@@ -117,80 +130,3 @@ def dataset_config_of(config: PackingConfig) -> PackingDatasetConfig:
         varlen_sbhd_validation=not config.packed,
         varlen_mock_dataset_config_json=config.mock_config,
     )
-
-
-def _check_sources(dataset_class: type[MegatronDataset], config: PackingDatasetConfig) -> None:
-    """Look at the first rows of every file, on every rank, before Megatron's own barriers.
-
-    Raises:
-        PackingError: on every rank, when any rank finds a file that cannot be trained on.
-    """
-    import torch.distributed as dist
-    from megatron.training.utils import print_rank_0
-
-    from megatron_packing.comm.failures import raise_if_any_failed
-
-    failure: Exception | None = None
-    try:
-        for line in survey_sources(dataset_class, config):
-            print_rank_0(f"megatron_packing: {line}")
-    except Exception as error:
-        failure = error
-    on_gpu = dist.get_backend() == "nccl"
-    raise_if_any_failed(failure, group=dist.group.WORLD, device="cuda" if on_gpu else "cpu")
-
-
-def survey_sources(dataset_class: type[MegatronDataset], config: PackingDatasetConfig) -> list[str]:
-    """One line for the log about each file; raises what makes a run impossible.
-
-    Raises:
-        PackingError: a file is missing, empty, rotten in its first rows, or has nothing to learn in them.
-    """
-    if not issubclass(dataset_class, VarlenDataset):
-        return []
-    lines = []
-    for path in _paths(config):
-        rows = dataset_class.build_low_level_dataset(path, config)
-        probe = dataset_class(rows, path, np.arange(len(rows)), None, Split.train, config)
-        seen = survey(_Named(rows, str(path or "mock data")), _AsEncoder(probe))  # type: ignore[arg-type]
-        seen.check(bad_rows=config.packing_bad_rows)
-        if not lines:
-            lines.append(probe.encoder.describe())
-        skipped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(seen.skipped.items())) or "none"
-        lines.append(
-            f"{seen.path}: {len(rows):,} rows; of the first {seen.rows:,}: {seen.samples:,} samples, {seen.tokens:,} "
-            f"tokens, {seen.targets:,} targets, {seen.truncated:,} truncated, skipped: {skipped}"
-        )
-    return lines
-
-
-def _paths(config: PackingDatasetConfig) -> list[str | None]:
-    """Every data path of the run, once, in order; a single None for mock data."""
-    blends = [config.blend] if config.blend is not None else config.blend_per_split or []
-    paths = [path for blend in blends if blend is not None for path in blend[0]]
-    return list(dict.fromkeys(paths)) or [None]
-
-
-class _Named:
-    """A source under the name that the survey shows; a user's own source need not have one."""
-
-    def __init__(self, rows: LowLevelDataset, path: str) -> None:
-        self._rows = rows
-        self.path = path
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, row: int) -> Any:
-        return self._rows[row]
-
-
-class _AsEncoder:
-    """Lets the survey see rows as the dataset sees them: its own conversion, and several samples a row."""
-
-    def __init__(self, dataset: VarlenDataset) -> None:
-        self._dataset = dataset
-
-    def encode(self, record: Any, path: str, line: int) -> TokenizedSample | Dropped:
-        encoded = self._dataset.encode(record, line - 1)
-        return encoded if isinstance(encoded, Dropped) else merged_sample(encoded)

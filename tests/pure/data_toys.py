@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_packing.data import Dropped, Encoder, Record, Source, Survey, TokenizedSample, convert, survey
+
 EOS = 7
 
 
@@ -50,3 +52,36 @@ class Real:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.chat.decode(list(ids))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedRows:
+    """A file's rows as an encoder sees them, for `survey`."""
+
+    source: Source
+    encoder: Encoder
+
+    @property
+    def path(self) -> str:
+        return self.source.path
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, row: int) -> Any:
+        return self.source[row]
+
+    def understand(self, record: Any) -> object:
+        return convert(record) if isinstance(record, Record) else record
+
+    def encode(self, record: Any, row: int) -> list[TokenizedSample] | Dropped:
+        encoded = self.encoder.encode(record, self.path, row + 1)
+        return encoded if isinstance(encoded, Dropped) else [encoded]
+
+    def place(self, record: Any, row: int) -> str:
+        return f"{self.path}:{record.line if isinstance(record, Record) else row + 1}"
+
+
+def surveyed(source: Source, encoder: Encoder, limit: int = 1000) -> Survey:
+    """What the first `limit` rows give, all of them encoded."""
+    return survey(EncodedRows(source=source, encoder=encoder), encode=range(min(limit, len(source))))

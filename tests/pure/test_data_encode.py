@@ -16,10 +16,9 @@ from megatron_packing.data import (
     Record,
     TokenIds,
     open_source,
-    survey,
 )
 from megatron_packing.errors import ConfigError, SampleError
-from tests.pure.data_toys import EOS, Toy
+from tests.pure.data_toys import EOS, Toy, surveyed
 
 A = Conversation((Message("user", "11 12"), Message("assistant", "21 22")))
 B = Conversation((Message("user", "13"), Message("assistant", "23")))
@@ -236,7 +235,7 @@ ROTTEN = b"""\xef\xbb\xbf{"messages":[{"role":"user","content":"11"},{"role":"as
 def test_a_rotten_file(tmp_path):  # D5
     path = tmp_path / "rotten.jsonl"
     path.write_bytes(ROTTEN)
-    found = survey(open_source(path), Encoder(Toy(), 8))
+    found = surveyed(open_source(path), Encoder(Toy(), 8))
     assert (found.rows, found.samples, found.tokens, found.targets) == (7, 4, 2 + 2 + 3 + 2, 2 + 2 + 2 + 2)
     assert found.skipped == {"bad_turns": 1, "bad_content": 1, "bad_json": 1}
     assert found.lengths.tolist() == [2, 2, 3, 2]
@@ -249,29 +248,29 @@ def test_a_file_with_one_good_row_starts_and_one_without_does_not(tmp_path):  # 
     bad = '{"text":""}\n{"messages":[]}\n{"messages":[{"role":"user","content":"11"}]}\n{"text":"31"}\n{"text":"  "}\n'
     path = tmp_path / "some.jsonl"
     path.write_text(bad + '{"text":"31 32"}')
-    found = survey(open_source(path), Encoder(Toy(), 8))
+    found = surveyed(open_source(path), Encoder(Toy(), 8))
     assert found.skipped == {"empty": 3, "no_targets": 1, "too_short": 1}
     assert (found.rows, found.samples) == (6, 1)
     found.check()
-    assert survey(open_source(path), Encoder(Toy(), 8), limit=5).samples == 0
+    assert surveyed(open_source(path), Encoder(Toy(), 8), limit=5).samples == 0
     path.write_text(bad)
     with pytest.raises(
         ConfigError, match=r"some\.jsonl: none of the first 5 rows .*empty: 3, no_targets: 1, too_short: 1"
     ):
-        survey(open_source(path), Encoder(Toy(), 8)).check()
+        surveyed(open_source(path), Encoder(Toy(), 8)).check()
     path.write_text('{"messages":[{"role":"user","content":"1 2 3 4 5 6"},{"role":"assistant","content":"21"}]}\n' * 4)
     with pytest.raises(ConfigError, match="truncated_no_targets: 4"):
-        survey(open_source(path), Encoder(Toy(), 4, "truncate")).check()
+        surveyed(open_source(path), Encoder(Toy(), 4, "truncate")).check()
 
 
 def test_an_overlong_row_is_no_rotten_row(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text":"31 32"}\n{"text":"31 32 33 34 35"}\n')
-    found = survey(open_source(path), Encoder(Toy(), 4))
+    found = surveyed(open_source(path), Encoder(Toy(), 4))
     for bad_rows in ("error", "skip"):
         with pytest.raises(SampleError, match="has 5 tokens"):
             found.check(bad_rows=bad_rows)
-    cut = survey(open_source(path), Encoder(Toy(), 4, "truncate"))
+    cut = surveyed(open_source(path), Encoder(Toy(), 4, "truncate"))
     assert (cut.samples, cut.truncated, cut.tokens) == (2, 1, 6)
 
 

@@ -85,15 +85,51 @@ def test_files_that_cannot_be_trained_on(name: str, runner: Runner, tmp_path: Pa
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_row_far_from_the_start_ends_every_rank(workers: int, runner: Runner, tmp_path: Path) -> None:
-    """Row 1,101 lies behind the look at start-up: the rank that meets it takes the other with it."""
+    """Row 1,101 reads well, and lies behind the rows encoded at start-up: the rank that meets it ends the other too."""
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "1 2 3 4 5"}\n' * 1100 + '{"text": 5}\n' * 4 + '{"text": "1 2 3"}\n' * 96)
+    path.write_text('{"text": "1 2 3 4 5"}\n' * 1100 + '{"text": "1 x"}\n' * 4 + '{"text": "1 2 3"}\n' * 96)
     flags = f"{PACKED} --global-batch-size 100 --train-iters 12 --num-workers {workers}"
     assert_refused(runner, flags, path, [f"{path}:110"], ranks=2, trained=11)
     assert "Traceback" not in runner.attempt(flags, data=path, ranks=2).log
     skipping = runner.train(flags, "--packing-bad-rows skip", data=path, ranks=2)
     assert "rows dropped: 4" in skipping.log
     assert [len(step.samples) for step in skipping.iterations][-2:] == [100, 96]
+
+
+def _broken(path: Path, *, bad: dict[int, str]) -> Path:
+    """10,000 rows; those numbered in `bad`, from 1, are replaced."""
+    path.write_text("".join(bad.get(line, '{"text": "1 2 3 4 5"}') + "\n" for line in range(1, 10_001)))
+    return path
+
+
+def test_a_bad_row_far_into_a_file_is_told_before_the_first_iteration(runner: Runner, tmp_path: Path) -> None:
+    """With two ranks the second looks at rows 5,501 on; both rotten rows are its own, and the first one is told."""
+    path = _broken(tmp_path / "rows.jsonl", bad={9_000: '{"text": 5}', 9_001: "{", 9_002: "{"})
+    assert_refused(runner, PACKED, path, [f"error: {path}:9000: field 'text' is 5"], ranks=2)
+    # In a file of another split too, and the first in the file's order even where the other rank finds one, too.
+    path = _broken(tmp_path / "valid.jsonl", bad={800: '{"text": "1 x"}', 1_200: "{"})
+    good = _broken(tmp_path / "good.jsonl", bad={})
+    data = f"--train-data-path 1 {good} --valid-data-path {path}"
+    run = runner.attempt(PACKED, data, data=None, ranks=2)
+    assert set(run.exit_codes) == {2}
+    assert all(f"error: {path}:800: " in log for log in run.logs)
+
+
+def test_skipped_rows_are_told_by_reason_with_their_first_three(runner: Runner, tmp_path: Path) -> None:
+    bad = {5: '{"text": 5}', 6: "{", 7_000: "{", 8_000: '{"text": ""}', **dict.fromkeys((9_001, 9_002, 9_003), "{")}
+    path = _broken(tmp_path / "rows.jsonl", bad=bad)
+    run = runner.train(f"{PACKED} --packing-bad-rows skip --train-iters 1", data=path, ranks=2)
+    told = [" ".join(line.split()) for line in run.log.splitlines() if "megatron_packing:" in line]
+    where = f"megatron_packing: {path}"
+    assert f"{where}: 10,000 rows; of the first 1,000: 998 samples" in " ".join(told)
+    assert [line for line in told if line.startswith("megatron_packing: bad_")] == [
+        f"megatron_packing: bad_content 1 {path}:5: field 'text' is 5 (int); it must be a string. Write it in quotes, "
+        "or remove the row.",
+        next(line for line in told if line.startswith(f"megatron_packing: bad_json 5 {path}:6: ")),
+    ]
+    for line in (7_000, 9_001):
+        assert sum(said.startswith(f"{where}:{line}: ") for said in told) == 1
+    assert f"{path}:9002" not in run.log
 
 
 def assert_refused(runner: Runner, flags: str, data: Path, words: list[str], ranks: int, trained: int = 0) -> None:

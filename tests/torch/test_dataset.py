@@ -16,7 +16,8 @@ from megatron_packing import MockVarlenDataset, SFTDataset, VarlenDataset
 from megatron_packing.errors import ConfigError, SampleError
 from megatron_packing.mcore.dataset import PackingDatasetConfig
 from megatron_packing.mcore.iterator import samples_of_row
-from megatron_packing.mcore.provider import dataset_class_of, survey_sources
+from megatron_packing.mcore.look import survey_sources
+from megatron_packing.mcore.provider import dataset_class_of
 
 EOS = 7
 VARLEN_FIELDS = {"tokens", "labels", "loss_mask", "position_ids", "original_seq_len", "padded_seq_len"}
@@ -230,10 +231,10 @@ def test_survey_goes_through_the_users_own_conversion(tmp_path: Path) -> None:
 
     path = tmp_path / "rows.jsonl"
     path.write_text('{"ids": [1, 2, 3]}\n')
-    lines = survey_sources(Reversed, _config(blend=([str(path)], None)))
+    lines = list(survey_sources(Reversed, _config(blend=([str(path)], None))))
     assert any("1 samples, 3 tokens, 3 targets" in line for line in lines)
     with pytest.raises(SampleError, match="ids"):
-        survey_sources(VarlenDataset, _config(blend=([str(path)], None)))
+        list(survey_sources(VarlenDataset, _config(blend=([str(path)], None))))
 
 
 def test_own_class_is_found_or_refused() -> None:
