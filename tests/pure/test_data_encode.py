@@ -208,7 +208,7 @@ def test_an_encoder_pickles_and_its_copy_agrees():
         ({"chat": "template"}, "has no chat template"),
         ({"chat": "megatron"}, "is no SFTTokenizer"),
         ({"chat": "plain"}, "cannot encode"),
-        ({"schema": "csv"}, "Known are auto, messages"),
+        ({"schema": "csv"}, "Known are auto, input_ids"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, says):
