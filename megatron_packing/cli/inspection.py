@@ -41,15 +41,21 @@ def inspect(
     tokenizer_type: Annotated[
         str | None, typer.Option(help="Megatron's name of the tokenizer. Default: guessed from --tokenizer.")
     ] = None,
-    schema: Annotated[str, typer.Option(help="How rows are understood; auto decides row by row.")] = "auto",
+    schema: Annotated[
+        str,
+        typer.Option("--schema", "--packing-schema", help="How rows are understood; auto decides row by row."),
+    ] = "auto",
     row: Annotated[int | None, typer.Option(min=0, help="Show this one row, counted from 0, token by token.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Look at the first rows only. Default: all.")] = None,
     packing_overlong: Annotated[
-        str, typer.Option(help="A sample longer than --seq-length: error, drop, truncate or truncate-left.")
+        str, typer.Option(help="A sample longer than --seq-length: error, drop, truncate, truncate-left or split.")
     ] = "error",
     packing_chat_format: Annotated[
         str, typer.Option(help="Conversations without a chat template: auto, plain or bare.")
     ] = "auto",
+    packing_train_on: Annotated[
+        str, typer.Option(help="Assistant turns that are learned: all-assistant or last-assistant.")
+    ] = "all-assistant",
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of tables.")] = False,
 ) -> None:
     """Show what training would see in a data file: samples, targets, what is skipped and why.
@@ -66,6 +72,7 @@ def inspect(
         seq_length,
         packing_overlong,
         chat=packing_chat_format,
+        train_on=packing_train_on,
         schema=schema,
     )
     if row is None:
@@ -159,11 +166,14 @@ def _print_survey(seen: Survey, encoder: Encoder, *, total: int) -> None:
 
 def _show_row(source: Source, row: int, encoder: Encoder, *, as_json: bool) -> None:
     record = source[row]
-    sample = encoder.encode(record)
-    if isinstance(sample, Dropped):
+    made = encoder.encode(record)
+    if isinstance(made, Dropped):
         raise SampleError(
-            record.path, record.line, f"makes no sample: {sample.reason}. Choose another --row.", reason=sample.reason
+            record.path, record.line, f"makes no sample: {made.reason}. Choose another --row.", reason=made.reason
         )
+    sample, *others = made
+    if others:
+        say("note", f"{record.path}:{record.line} is split into {len(made):,} samples; this is the first.")
     try:
         if as_json:
             print_json(_row_figures(sample, encoder.tokenizer))

@@ -24,15 +24,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packing.data.schemas import Conversation, Message
+from megatron_packing.data.meaning import Conversation, Message
 from megatron_packing.data.tokenizer import Tokenizer, encode_text, tokenizer_errors
 from megatron_packing.errors import ConfigError, SampleError
 
 IGNORE_INDEX = -100
 """What Megatron's SFTTokenizer writes where nothing is learned."""
 
-TRAIN_ON = ("assistant", "last")
-"""assistant: every assistant turn is learned; last: the last one only. A turn's own `supervised` overrides either."""
+TRAIN_ON = ("all-assistant", "last-assistant")
+"""Every assistant turn is learned, or the last one only. A turn's own `supervised` overrides either."""
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -61,11 +61,19 @@ class ChatWay(Protocol):
     def describe(self) -> str:
         """One line for the log: which way is used."""
 
+    def content(self) -> str:
+        """What ids and targets depend on besides the tokenizer, as one text; part of the encoder's fingerprint."""
 
-def learned_turns(conversation: Conversation, train_on: str = "assistant") -> tuple[bool, ...]:
-    """For each turn whether it is to be learned: assistant turns that say something, as `train_on` and the row ask."""
+
+def learned_turns(conversation: Conversation, train_on: str = TRAIN_ON[0]) -> tuple[bool, ...]:
+    """For each turn whether it is to be learned: assistant turns that say something, as `train_on` and the row ask.
+
+    Args:
+        conversation: the turns; a turn's own `supervised` overrides `train_on`.
+        train_on: one of `TRAIN_ON`.
+    """
     answers = [place for place, message in enumerate(conversation.messages) if message.is_answer]
-    chosen = set(answers[-1:] if train_on == "last" else answers)
+    chosen = set(answers[-1:] if train_on == "last-assistant" else answers)
     return tuple(
         message.is_answer and (message.supervised if message.supervised is not None else place in chosen)
         for place, message in enumerate(conversation.messages)
@@ -103,6 +111,10 @@ class MegatronChat:
         return (
             "chats: Megatron's SFTTokenizer writes ids and targets; a format that targets everything is masked by turns"
         )
+
+    def content(self) -> str:
+        """See `ChatWay.content`."""
+        return f"megatron\n{self._spans.content() if self._spans is not None else ''}"
 
     def encode(self, conversation: Conversation, learned: Sequence[bool], path: str, line: int) -> tuple[Ids, Mask]:
         """See `ChatWay.encode`."""
@@ -151,6 +163,10 @@ class TemplateChat:
         """One line for the log."""
         how = "its generation blocks say what is learned" if self._says_targets else "turns found by rendering prefixes"
         return f"chats: the tokenizer's own chat template; {how}"
+
+    def content(self) -> str:
+        """See `ChatWay.content`."""
+        return f"template\n{_template_of(self._chat)}"
 
     def encode(self, conversation: Conversation, learned: Sequence[bool], path: str, line: int) -> tuple[Ids, Mask]:
         """See `ChatWay.encode`."""
@@ -252,10 +268,14 @@ class PlainChat:
             return "chats: plain text, a line 'User:' or 'Assistant:' before each turn, EOS after each assistant turn"
         return "chats: bare contents without speaker lines, EOS after each assistant turn"
 
+    def content(self) -> str:
+        """See `ChatWay.content`."""
+        return "plain" if self._speakers else "bare"
+
     def encode(self, conversation: Conversation, learned: Sequence[bool], path: str, line: int) -> tuple[Ids, Mask]:
         """See `ChatWay.encode`."""
-        ids: list[int] = opening(self._tokenizer)
-        mask = [False] * len(ids)
+        ids: list[int] = []
+        mask: list[bool] = []
         first = True
         for message, is_learned in zip(conversation.messages, learned, strict=True):
             if message.extra.get("tool_calls"):
@@ -275,6 +295,8 @@ class PlainChat:
             ids += header_ids + content_ids
             mask += [False] * len(header_ids) + [is_learned] * len(content_ids)
             first = False
+        ids = opened(ids, self._tokenizer)
+        mask = [False] * (len(ids) - len(mask)) + mask
         return np.array(ids, dtype=np.int64), np.array(mask, dtype=bool)
 
 
@@ -286,9 +308,10 @@ _WAYS: dict[str, Callable[[Tokenizer], ChatWay]] = {
 }
 
 
-def opening(tokenizer: Tokenizer) -> list[int]:
-    """What opens a text: BOS, where there is one and it is not EOS under another name."""
-    return [] if tokenizer.bos_id is None or tokenizer.bos_id == tokenizer.eos_id else [tokenizer.bos_id]
+def opened(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """`ids`, opened by BOS exactly once, where there is one and it is not EOS under another name."""
+    bos = tokenizer.bos_id
+    return ids if bos is None or bos == tokenizer.eos_id or ids[:1] == [bos] else [bos, *ids]
 
 
 def with_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:

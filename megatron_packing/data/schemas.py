@@ -8,9 +8,12 @@ Cost: a few dictionary look-ups a row. A new corpus is one `register_schema` cal
 """
 
 import dataclasses
+import hashlib
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,6 +150,13 @@ def convert(record: Record, schema: str = "auto") -> Converted:
     )
 
 
+def schemas_content() -> list[list[str]]:
+    """What the meaning of rows depends on besides this package: each schema of a user's own, its origin, and a hash of
+    the file that defines it."""
+    own = [schema for name, schema in SCHEMAS.items() if name not in _BUILT_IN]
+    return [[schema.name, *_origin(schema.convert), _file_hash(schema.convert)] for schema in own]
+
+
 def split_conversations(conversation: Conversation) -> tuple[Conversation, ...]:
     """Cut a row that strings several conversations together: each system turn starts a new one.
 
@@ -163,6 +173,14 @@ def split_conversations(conversation: Conversation) -> tuple[Conversation, ...]:
 def _origin(function: Callable[..., Any]) -> tuple[str, str]:
     # A module that is run and imported registers twice; the same function is not a clash.
     return getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+
+
+def _file_hash(function: Callable[..., Any]) -> str:
+    try:
+        data = Path(inspect.getsourcefile(function) or "").read_bytes()
+    except (TypeError, OSError):  # built in, or typed into a prompt
+        return ""
+    return hashlib.sha256(data).hexdigest()
 
 
 def _filled(fields: Mapping[str, Any]) -> dict[str, Any]:

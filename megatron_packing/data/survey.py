@@ -25,9 +25,9 @@ class Survey:
     path: str
     """The source they came from."""
     rows: int
-    """Rows looked at; rows = samples + sum of skipped."""
+    """Rows looked at."""
     samples: int
-    """Rows that make a sample."""
+    """Samples made: one of each row that is not skipped, more of a row that holds several or is split."""
     skipped: Mapping[str, int]
     """Reason -> rows that make none, those with errors included."""
     truncated: int
@@ -74,17 +74,17 @@ def survey(source: Source, encoder: Encoder, limit: int = SURVEY_ROWS) -> Survey
     rows = min(limit, len(source))
     for row in range(rows):
         try:
-            sample = encoder.encode(source[row], source.path, row + 1)
+            made = encoder.encode(source[row], source.path, row + 1)
         except SampleError as error:
             skipped[error.reason] += 1
             errors.append(error)
             continue
-        if isinstance(sample, Dropped):
-            skipped[sample.reason] += 1
+        if isinstance(made, Dropped):
+            skipped[made.reason] += 1
             continue
-        lengths.append(sample.length)
-        truncated += sample.truncated
-        targets += int(sample.loss_mask.sum())
+        lengths += [sample.length for sample in made]
+        truncated += sum(sample.truncated for sample in made)
+        targets += sum(int(sample.loss_mask.sum()) for sample in made)
     return Survey(
         path=source.path,
         rows=rows,

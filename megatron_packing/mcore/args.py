@@ -12,6 +12,7 @@ from megatron_packing.config import (
     ATTENTION_BACKENDS,
     BAD_ROW_POLICIES,
     OVERLONG_POLICIES,
+    TRAIN_ON,
     PackingConfig,
     check_megatron_flags,
 )
@@ -91,6 +92,19 @@ def add_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         default="auto",
         help="conversations without a chat template: plain writes the roles, bare only the contents",
     )
+    add(
+        "--packing-train-on",
+        choices=TRAIN_ON,
+        default=TRAIN_ON[0],
+        help="assistant turns that are learned, where a turn does not say so itself (default: all-assistant)",
+    )
+    add(
+        "--packing-schema",
+        type=str,
+        default="auto",
+        metavar="NAME",
+        help="how rows are understood; auto (default) decides row by row; module:name imports a schema of your own",
+    )
     add("--packing-log-interval", type=int, default=1, help="steps between two lines of packing figures")
     add(
         "--packing-data-timeout",
@@ -145,6 +159,8 @@ def resolve(args: argparse.Namespace) -> PackingConfig:
         bad_rows=args.packing_bad_rows,
         attention=attention,  # type: ignore[arg-type]
         chat_format=args.packing_chat_format,
+        train_on=args.packing_train_on,
+        schema=args.packing_schema,
         log_interval=args.packing_log_interval,
         data_timeout=args.packing_data_timeout,
     )

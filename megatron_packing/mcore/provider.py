@@ -17,7 +17,6 @@ from megatron_packing.mcore.dataset import (
     PackingDatasetConfig,
     SFTDataset,
     VarlenDataset,
-    merged_sample,
 )
 
 
@@ -114,6 +113,8 @@ def dataset_config_of(config: PackingConfig) -> PackingDatasetConfig:
         packing_overlong=config.overlong,
         packing_bad_rows=config.bad_rows,
         packing_chat_format=config.chat_format,
+        packing_train_on=config.train_on,
+        packing_schema=config.schema,
         varlen_sbhd_validation=not config.packed,
         varlen_mock_dataset_config_json=config.mock_config,
     )
@@ -186,11 +187,10 @@ class _Named:
 
 
 class _AsEncoder:
-    """Lets the survey see rows as the dataset sees them: its own conversion, and several samples a row."""
+    """Lets the survey see rows as the dataset sees them: its own conversion."""
 
     def __init__(self, dataset: VarlenDataset) -> None:
         self._dataset = dataset
 
-    def encode(self, record: Any, path: str, line: int) -> TokenizedSample | Dropped:
-        encoded = self._dataset.encode(record, line - 1)
-        return encoded if isinstance(encoded, Dropped) else merged_sample(encoded)
+    def encode(self, record: Any, path: str, line: int) -> list[TokenizedSample] | Dropped:
+        return self._dataset.encode(record, line - 1)

@@ -15,6 +15,8 @@ class Toy:
     bos_id: int | None = None
     pad_id: int = EOS  # the vocabulary has no pad token: EOS stands in
     name: str = "toy"
+    vocab_size: int = 100
+    fingerprint: str = "toy"
     chat: Any = None
     conversation: Callable[..., Any] | None = None
 
@@ -31,7 +33,12 @@ class Real:
 
     chat: Any
     name: str = "real"
+    fingerprint: str = "real"
     conversation: Callable[..., Any] | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.chat)
 
     @property
     def eos_id(self) -> int:

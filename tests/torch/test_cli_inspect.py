@@ -223,7 +223,7 @@ def test_a_row_that_makes_no_sample_says_why(rows: Path) -> None:
         ((*NULL, "--hidden-size", 8), "unrecognized arguments: --hidden-size 8"),
         ((*NULL, "--sft"), "--sft"),
         ((*NULL, "--schema", "nonesuch"), "'nonesuch' is unknown"),
-        ((*NULL, "--packing-overlong", "split"), "split"),
+        ((*NULL, "--packing-train-on", "users"), "last-assistant"),
         ((*NULL, "--packing-chat-format", "plain"), "bare"),
     ],
 )
