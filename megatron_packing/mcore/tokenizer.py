@@ -77,6 +77,10 @@ class MegatronTokenizer:
     @property
     def chat(self) -> Any:
         """The Hugging Face tokenizer, where there is one with a chat template; else None."""
+        if self._outer.library == "sft":  # its formats but "default" bring a template of their own
+            inner = self._library._tokenizer
+            template = self._library._prompt_config.custom_chat_template
+            return inner if template is not None and template == inner.chat_template else None
         if self._outer.library not in ("huggingface", "megatron"):
             return None
         inner = self._library.tokenizer

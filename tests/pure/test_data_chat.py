@@ -122,7 +122,7 @@ def test_a_silent_turn_may_leave_no_mark_in_a_generation_block(make):
 def test_runs_of_targets_that_do_not_fit_the_turns_are_refused(make):
     unmarked = "{% if m['role'] == 'assistant' and not loop.first and loop.last %}"
     tokenizer = make(GENERATION.replace("{% if m['role'] == 'assistant' %}", unmarked))  # marks the last turn alone
-    with pytest.raises(SampleError, match="2 assistant turns, but 1 runs of targets"):
+    with pytest.raises(SampleError, match="2 assistant turns, but 1 generation blocks"):
         encode(tokenizer, train_on="last-assistant")
 
 
@@ -185,8 +185,10 @@ def test_templates_without_a_plain_generation_prompt(make, template, expected):
 
 def test_a_start_that_cannot_be_told_is_refused(make):
     chat = Conversation((Message("user", "x"), Message("assistant", "assistant")))
+    tokenizer = make(HEADER_ALWAYS)  # another text in its place tells it from the header of the same word
+    assert taught(tokenizer, *encode(tokenizer, chat)) == ["assistant<|im_end|>"]
     with pytest.raises(SampleError) as caught:
-        encode(make(HEADER_ALWAYS), chat)
+        encode(make(HEADER_ALWAYS.replace("m['content']", "m['content'] | upper")), chat)
     assert caught.value.reason == "template_span_unclear"
 
 
@@ -242,7 +244,7 @@ def test_the_log_line_says_which_way_is_used(make):
         choose_chat(tokenizer).describe()
         for tokenizer in (Toy(conversation=print), make(GENERATION), make(CHATML), make(None), Toy())
     ]
-    for line, word in zip(lines, ("SFTTokenizer", "generation blocks", "prefixes", "'User:'", "bare"), strict=True):
+    for line, word in zip(lines, ("SFTTokenizer", "generation blocks", "by rendering", "'User:'", "bare"), strict=True):
         assert word in line
         assert "\n" not in line
 
