@@ -12,6 +12,8 @@ from megatron_packing.errors import ConfigError
 from megatron_packing.topology import Topology
 
 OVERLONG_POLICIES = ("error", "drop", "truncate", "truncate-left", "split")
+TRAIN_ON = ("all-assistant", "last-assistant")
+"""Every assistant turn is learned, or the last one only."""
 BAD_ROW_POLICIES = ("error", "skip")
 ATTENTION_BACKENDS = ("auto", "te", "sdpa", "stock")
 
@@ -42,6 +44,10 @@ class PackingConfig:
     looked at once the model is built."""
     chat_format: str = "auto"
     """How conversations become tokens where the tokenizer has no chat template."""
+    train_on: str = "all-assistant"
+    """Which assistant turns are learned."""
+    schema: str = "auto"
+    """How rows are understood; looked up once the data modules are imported, as it may be a user's own."""
     log_interval: int = 1
     """Steps between two lines of packing figures."""
     data_timeout: float = 300.0
@@ -60,6 +66,8 @@ class PackingConfig:
     def __post_init__(self) -> None:
         _check_choice("--packing-overlong", self.overlong, OVERLONG_POLICIES)
         _check_choice("--packing-bad-rows", self.bad_rows, BAD_ROW_POLICIES)
+        _check_choice("--packing-train-on", self.train_on, TRAIN_ON)
+        self._check_split()
         _check_positive("--seq-length", self.seq_length)
         _check_positive("--packing-log-interval", self.log_interval)
         _check_positive("--packing-data-timeout", self.data_timeout)
@@ -68,6 +76,20 @@ class PackingConfig:
         if self.packed:
             self._check_capacity()
             self._check_attention()
+
+    def _check_split(self) -> None:
+        if self.overlong != "split":
+            return
+        if not self.packed:
+            raise ConfigError(
+                "--packing-overlong split with --varlen-sbhd-validation: a row that makes several samples cannot be "
+                "one padded row. Use drop, truncate or truncate-left in both runs that you compare."
+            )
+        if self.dataset == "sft":
+            raise ConfigError(
+                "--packing-overlong split with --sft: a row's chats share a buffer of --seq-length tokens, and chats "
+                "are never split. Use drop or truncate."
+            )
 
     def _check_capacity(self) -> None:
         _check_positive("--max-seqlen-per-dp-cp-rank", self.max_tokens_per_rank)

@@ -13,6 +13,7 @@ from megatron_packing.config import (
     ATTENTION_BACKENDS,
     BAD_ROW_POLICIES,
     OVERLONG_POLICIES,
+    TRAIN_ON,
     PackingConfig,
     check_megatron_flags,
 )
@@ -69,6 +70,19 @@ def add_data_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=("auto", "plain", "bare"),
         default="auto",
         help="conversations without a chat template: plain writes the roles, bare only the contents",
+    )
+    add(
+        "--packing-train-on",
+        choices=TRAIN_ON,
+        default=TRAIN_ON[0],
+        help="assistant turns that are learned, where a turn does not say so itself (default: all-assistant)",
+    )
+    add(
+        "--packing-schema",
+        type=str,
+        default="auto",
+        metavar="NAME",
+        help="how rows are understood; auto (default) decides row by row; module:name imports a schema of your own",
     )
     return parser
 
@@ -167,6 +181,8 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         bad_rows=args.packing_bad_rows,
         attention=attention,  # type: ignore[arg-type]
         chat_format=args.packing_chat_format,
+        train_on=args.packing_train_on,
+        schema=args.packing_schema,
         log_interval=args.packing_log_interval,
         data_timeout=args.packing_data_timeout,
     )

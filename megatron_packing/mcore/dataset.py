@@ -44,6 +44,10 @@ class PackingDatasetConfig(GPTDatasetConfig):
     """What happens to a row that cannot become a sample."""
     packing_chat_format: str = "auto"
     """How conversations become tokens; see `megatron_packing.data.chat`."""
+    packing_train_on: str = "all-assistant"
+    """Which assistant turns are learned."""
+    packing_schema: str = "auto"
+    """How rows are understood."""
     varlen_sbhd_validation: bool = False
     """Pad every sample to `sequence_length`: the reference run."""
     varlen_mock_dataset_config_json: str | None = None
@@ -60,6 +64,10 @@ class VarlenDataset(MegatronDataset):
     A row that makes no sample is an item of length 0 with one more field, `dropped`, its reason: it
     leaves its step with one sample fewer. A truncated sample has one more field, `truncated`. Both have
     a field `why`: the row's file and line, and what befell it, in words.
+
+    A text that `--packing-overlong split` cut is still one row and one consumed sample. Its item holds the pieces
+    one after the other, unpadded: the four fields of shape [sum of lengths], positions restarting in each piece,
+    `cu_seqlens` (int32 [pieces + 1]) and `max_seqlen` (int32 [], the longest piece) in place of the two lengths.
     """
 
     def __init__(
@@ -108,16 +116,16 @@ class VarlenDataset(MegatronDataset):
         Raises:
             SampleError: the row cannot be understood.
         """
-        return convert(row) if isinstance(row, Record) else row
+        own = isinstance(self.config, PackingDatasetConfig)
+        return convert(row, self.config.packing_schema if own else "auto") if isinstance(row, Record) else row
 
     def encode(self, record: Any, row: int) -> list[TokenizedSample] | Dropped:
-        """The samples that one row of the source makes, here exactly one; or why it makes none.
+        """The samples that one row of the source makes; or why it makes none.
 
         Raises:
             SampleError: the row, or a setting, is at fault.
         """
-        encoded = self.encoder.encode(self.convert(record), *self._origin(record, row))
-        return encoded if isinstance(encoded, Dropped) else [encoded]
+        return self.encoder.encode(self.convert(record), *self._origin(record, row))
 
     def samples_of_row(self, row: int) -> list[TokenizedSample] | Dropped:
         """`encode`, with rows at fault dropped where `--packing-bad-rows skip` says so."""
@@ -142,6 +150,9 @@ class VarlenDataset(MegatronDataset):
         return f"{path}:{line}"
 
     def _item(self, encoded: list[TokenizedSample] | Dropped) -> dict[str, Any]:
+        if not isinstance(encoded, Dropped) and len(encoded) > 1:
+            assert not self._padded_to_sequence_length, "the configuration refuses split for the padded run"
+            return _pieces_item(encoded)
         sample = encoded if isinstance(encoded, Dropped) else encoded[0]
         if self._padded_to_sequence_length:
             return _padded_item(sample, self.config.sequence_length, self._tokenizer.pad_id)
@@ -193,7 +204,7 @@ class SFTDataset(VarlenDataset):
         converted = self.convert(record)
         parts = split_conversations(converted) if isinstance(converted, Conversation) else (converted,)
         encoded = [self.encoder.encode(part, *origin) for part in parts]
-        samples = [sample for sample in encoded if isinstance(sample, TokenizedSample)]
+        samples = [sample for made in encoded if not isinstance(made, Dropped) for sample in made]
         if samples:
             return self._fitted(samples, *origin)
         return next((dropped for dropped in encoded if isinstance(dropped, Dropped)), Dropped("empty"))
@@ -243,7 +254,14 @@ def make_encoder(tokenizer: MegatronTokenizer, config: GPTDatasetConfig) -> Enco
     """The encoder that `config` asks for."""
     if not isinstance(config, PackingDatasetConfig):
         return Encoder(tokenizer, config.sequence_length)
-    return Encoder(tokenizer, config.sequence_length, config.packing_overlong, chat=config.packing_chat_format)
+    return Encoder(
+        tokenizer,
+        config.sequence_length,
+        config.packing_overlong,
+        chat=config.packing_chat_format,
+        train_on=config.packing_train_on,
+        schema=config.packing_schema,
+    )
 
 
 def _varlen_item(encoded: TokenizedSample | Dropped, alignment: int, pad_id: int) -> dict[str, Any]:
@@ -257,6 +275,16 @@ def _varlen_item(encoded: TokenizedSample | Dropped, alignment: int, pad_id: int
         "padded_seq_len": torch.tensor([padded], dtype=torch.int32),
     }
     return {**item, "truncated": True} if encoded.truncated else item
+
+
+def _pieces_item(pieces: Sequence[TokenizedSample]) -> dict[str, Any]:
+    merged = merged_sample(pieces)
+    return {
+        **_padded_fields(merged, merged.length, pad_id=0),  # nothing is padded
+        "position_ids": torch.cat([torch.arange(piece.length, dtype=torch.int64) for piece in pieces]),
+        "cu_seqlens": torch.from_numpy(np.cumsum([0, *(piece.length for piece in pieces)], dtype=np.int32)),
+        "max_seqlen": torch.tensor(max(piece.length for piece in pieces), dtype=torch.int32),
+    }
 
 
 def _padded_item(encoded: TokenizedSample | Dropped, length: int, pad_id: int) -> dict[str, Any]:

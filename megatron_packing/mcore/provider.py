@@ -127,6 +127,8 @@ def dataset_config_of(config: PackingConfig, args: argparse.Namespace, tokenizer
         packing_overlong=config.overlong,
         packing_bad_rows=config.bad_rows,
         packing_chat_format=config.chat_format,
+        packing_train_on=config.train_on,
+        packing_schema=config.schema,
         varlen_sbhd_validation=not config.packed,
         varlen_mock_dataset_config_json=config.mock_config,
     )

@@ -17,6 +17,8 @@ class Toy:
     bos_id: int | None = None
     pad_id: int = EOS  # the vocabulary has no pad token: EOS stands in
     name: str = "toy"
+    vocab_size: int = 100
+    fingerprint: str = "toy"
     chat: Any = None
     conversation: Callable[..., Any] | None = None
 
@@ -33,7 +35,12 @@ class Real:
 
     chat: Any
     name: str = "real"
+    fingerprint: str = "real"
     conversation: Callable[..., Any] | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.chat)
 
     @property
     def eos_id(self) -> int:
@@ -75,8 +82,7 @@ class EncodedRows:
         return convert(record) if isinstance(record, Record) else record
 
     def encode(self, record: Any, row: int) -> list[TokenizedSample] | Dropped:
-        encoded = self.encoder.encode(record, self.path, row + 1)
-        return encoded if isinstance(encoded, Dropped) else [encoded]
+        return self.encoder.encode(record, self.path, row + 1)
 
     def place(self, record: Any, row: int) -> str:
         return f"{self.path}:{record.line if isinstance(record, Record) else row + 1}"

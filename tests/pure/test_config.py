@@ -63,6 +63,9 @@ def test_settings_cannot_change_later() -> None:
             id="overlong",
         ),
         pytest.param({"bad_rows": "drop"}, "--packing-bad-rows drop: .*choose one of error, skip", id="bad-rows"),
+        pytest.param({"train_on": "users"}, "--packing-train-on users: .*all-assistant, last-assistant", id="train-on"),
+        pytest.param({"overlong": "split", "scheduler": None}, "with --varlen-sbhd-validation", id="padded-split"),
+        pytest.param({"overlong": "split", "dataset": "sft"}, "split with --sft", id="sft-split"),
         pytest.param({"attention": "stock"}, "--packing-attention stock: .*Use auto, sdpa or te", id="stock-attention"),
     ],
 )

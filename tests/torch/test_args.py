@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_packing.config import PackingConfig
+from megatron_packing.config import OVERLONG_POLICIES, TRAIN_ON, PackingConfig
+from megatron_packing.data import encode
 from megatron_packing.errors import ConfigError
 from megatron_packing.mcore import args as packing_args
 
@@ -57,6 +58,14 @@ def test_defaults_of_a_packed_run(parser: argparse.ArgumentParser) -> None:
     assert parsed.micro_batch_size == 1
     assert parsed.calculate_per_token_loss
     assert not parsed.create_attention_mask_in_dataloader
+
+
+def test_the_flags_of_data_reach_the_settings(parser: argparse.ArgumentParser) -> None:
+    flags = "--packing-train-on last-assistant --packing-schema cards:deck --packing-overlong split"
+    config, _ = _settled(parser, f"{LOCAL} --use-varlen-dataset {flags}")
+    assert (config.train_on, config.schema, config.overlong) == ("last-assistant", "cards:deck", "split")
+    # Two rooms know these names; the data room may not import the settings.
+    assert (OVERLONG_POLICIES, TRAIN_ON) == (encode.OVERLONG, encode.TRAIN_ON)
 
 
 def test_sft_is_taken_over_and_cleared(parser: argparse.ArgumentParser) -> None:

@@ -329,7 +329,7 @@ def test_a_row_that_makes_no_sample_says_why(rows: Path) -> None:
         ((*NULL, "--packing-dataset", "json:JSONDecoder"), "json:JSONDecoder"),
         ((*NULL, "--limit", 0), "--limit"),
         ((*NULL, "--max-seqlen-per-dp-cp-rank", 4), "a pack holds 4 tokens"),
-        ((*NULL, "--packing-overlong", "split"), "split"),
+        ((*NULL, "--packing-train-on", "users"), "last-assistant"),
         ((*NULL, "--packing-chat-format", "plain"), "bare"),
     ],
 )

@@ -159,6 +159,31 @@ def test_truncated_sample_says_so(tmp_path: Path) -> None:
     assert "truncated" not in dataset[1]  # seq_length + 1 raw ids fit (D2)
 
 
+def test_a_split_text_is_one_item_of_several_samples(tmp_path: Path) -> None:
+    dataset = _dataset(
+        tmp_path, [{"text": " ".join(map(str, range(10, 29)))}, {"text": "1 2"}], packing_overlong="split"
+    )
+    item = dataset[0]
+    assert set(item) == {"tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "max_seqlen"}
+    assert item["position_ids"].tolist() == [*range(8), *range(8), 0, 1, 2]
+    assert (item["cu_seqlens"].tolist(), item["cu_seqlens"].dtype) == ([0, 8, 16, 19], torch.int32)
+    assert item["max_seqlen"].item() == 8
+    pieces = samples_of_row(item)
+    assert [piece.tokens_L.tolist() for piece in pieces] == [list(range(10, 18)), list(range(18, 26)), [26, 27, 28]]
+    assert [piece.labels_L.tolist() for piece in pieces] == [list(range(11, 19)), list(range(19, 27)), [27, 28, EOS]]
+    assert all(piece.loss_mask_L.all() for piece in pieces)
+    assert set(dataset[1]) == VARLEN_FIELDS
+
+
+def test_the_turns_learned_and_the_schema_are_the_runs_to_choose(tmp_path: Path) -> None:
+    turns = [*_chat("1", "2")["messages"], *_chat("3", "4")["messages"]]
+    rows = [{"messages": turns, "text": "5 6 8"}]
+    assert _dataset(tmp_path, rows)[0]["loss_mask"].tolist() == [1, 1, 0, 1, 1]
+    last = _dataset(tmp_path, rows, packing_train_on="last-assistant")
+    assert last[0]["loss_mask"].tolist() == [0, 0, 0, 1, 1]
+    assert _dataset(tmp_path, rows, packing_schema="text")[0]["tokens"].tolist() == [5, 6, 8]
+
+
 def test_empty_split_is_an_error_that_names_it(tmp_path: Path) -> None:
     dataset = _dataset(tmp_path, [{"text": "1 2"}])
     with pytest.raises(ConfigError, match="valid split none of its 1 rows"):
