@@ -171,11 +171,13 @@ def test_a_file_without_rows_is_refused_by_name(tmp_path, name, data):
     assert str(path) in str(caught.value)
 
 
-def test_what_cannot_be_read_is_refused(tmp_path, monkeypatch):
+def test_what_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"'\.csv'; known are \.jsonl"):
         open_source(write(tmp_path / "a.csv", "x"))
-    with pytest.raises(ConfigError, match="directory"):
+    with pytest.raises(ConfigError, match=r"no data file in this folder; it holds 1 other files, such as a\.csv"):
         open_source(tmp_path)
+    with pytest.raises(ConfigError, match=r"without \.bin or \.idx"):
+        open_source(write(tmp_path / "a.bin", "x"))
     for data, what in (
         (b"\xff\xfe{\x00", "UTF-16"),
         (b"\x1f\x8b\x08", r"gzip archive. Let its name end in \.gz"),

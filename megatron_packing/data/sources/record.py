@@ -43,6 +43,13 @@ class Source(Protocol):
     def __getitem__(self, row: int) -> Any: ...
 
 
+class FileSource(Source, Protocol):
+    """A source that holds files open."""
+
+    def close(self) -> None:
+        """Give them back; the next row opens them again."""
+
+
 def checked_row(row: int, rows: int) -> int:
     """`row` counted from the start; IndexError outside of -rows..rows-1."""
     row = as_integer(row)
