@@ -26,11 +26,11 @@ from megatron_packing.data import (
     TokenIds,
     TokenizedSample,
     convert,
-    open_source,
     split_conversations,
 )
 from megatron_packing.data.encode import NOT_BAD_ROWS
 from megatron_packing.errors import ConfigError, SampleError
+from megatron_packing.mcore.indexed import open_data
 from megatron_packing.mcore.tokenizer import MegatronTokenizer
 
 
@@ -88,7 +88,7 @@ class VarlenDataset(MegatronDataset):
         """Open the rows of `dataset_path`. The result has `len()`, `[row]` and `path`."""
         if dataset_path is None:
             raise ConfigError("no data: give --data-path FILE.jsonl, or --mock-data for made-up samples.")
-        return open_source(dataset_path, config.path_to_cache)
+        return open_data(dataset_path, config.path_to_cache)
 
     def __len__(self) -> int:
         return len(self.indices) if self.num_samples is None else self.num_samples

@@ -168,9 +168,7 @@ def test_parquet_that_cannot_be_read(tmp_path: Path) -> None:
         source[1]
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "extra"), [("pyarrow", "a.parquet", "data"), ("zstandard", "a.json.zst", "data")]
-)
+@pytest.mark.parametrize(("module", "name"), [("pyarrow", "a.parquet"), ("zstandard", "a.json.zst")])
 def test_a_missing_library_is_named_with_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str
 ) -> None:
