@@ -4,6 +4,7 @@ One kind of file a module; `open_source` chooses. What took long to find out abo
 `--data-cache-path` and shared by ranks and workers (`index`, `cache`).
 """
 
+from megatron_packing.data.sources.hub import ArrowSource
 from megatron_packing.data.sources.json_list import JsonListSource
 from megatron_packing.data.sources.lines import JsonlSource
 from megatron_packing.data.sources.many import ManySource
@@ -11,4 +12,13 @@ from megatron_packing.data.sources.opening import open_source
 from megatron_packing.data.sources.parquet import ParquetSource
 from megatron_packing.data.sources.record import Record, Source
 
-__all__ = ["JsonListSource", "JsonlSource", "ManySource", "ParquetSource", "Record", "Source", "open_source"]
+__all__ = [
+    "ArrowSource",
+    "JsonListSource",
+    "JsonlSource",
+    "ManySource",
+    "ParquetSource",
+    "Record",
+    "Source",
+    "open_source",
+]

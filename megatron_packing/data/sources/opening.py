@@ -9,6 +9,7 @@ from typing import Protocol
 from megatron_packing.data.sources import index
 from megatron_packing.data.sources.cache import OWN_SUFFIXES, say_once
 from megatron_packing.data.sources.compressed import PACKED_SUFFIXES, packed_name, unpacked
+from megatron_packing.data.sources.hub import HUB_PREFIX, is_saved_dataset, open_hub, open_saved
 from megatron_packing.data.sources.json_list import JsonListSource
 from megatron_packing.data.sources.lines import BOM, JsonlSource
 from megatron_packing.data.sources.many import ManySource
@@ -51,7 +52,8 @@ def open_source(path: str | os.PathLike[str], cache: str | None = None) -> Sourc
 
     Args:
         path: a file, a folder of files, or a glob pattern (`**` for folders in folders); the rows of several files
-            follow each other in the order of their names.
+            follow each other in the order of their names. Or a folder that `save_to_disk` of the `datasets` library
+            wrote, or, on the Hugging Face hub, `hf://owner/name[/config][:split]`.
         cache: where to keep what took long to find out about a file (`--data-cache-path`); None: beside it.
 
     Raises:
@@ -59,6 +61,10 @@ def open_source(path: str | os.PathLike[str], cache: str | None = None) -> Sourc
         MissingDependency: a library that this kind of file needs.
     """
     path = os.fspath(path)
+    if path.startswith(HUB_PREFIX):
+        return open_hub(path)
+    if os.path.isdir(path) and is_saved_dataset(path):
+        return open_saved(path)
     if os.path.isdir(path):
         return ManySource(path, files_in_folder, open_file, cache)
     if glob.has_magic(path) and not os.path.exists(path):
