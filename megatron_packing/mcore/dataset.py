@@ -26,11 +26,11 @@ from megatron_packing.data import (
     TokenIds,
     TokenizedSample,
     convert,
-    open_source,
     split_conversations,
 )
 from megatron_packing.data.encode import NOT_BAD_ROWS
 from megatron_packing.errors import ConfigError, SampleError
+from megatron_packing.mcore.indexed import open_data
 from megatron_packing.mcore.tokenizer import MegatronTokenizer
 
 
@@ -96,7 +96,7 @@ class VarlenDataset(MegatronDataset):
         """Open the rows of `dataset_path`. The result has `len()`, `[row]` and `path`."""
         if dataset_path is None:
             raise ConfigError("no data: give --data-path FILE.jsonl, or --mock-data for made-up samples.")
-        return open_source(dataset_path)
+        return open_data(dataset_path, config.path_to_cache)
 
     def __len__(self) -> int:
         return len(self.indices) if self.num_samples is None else self.num_samples
@@ -105,6 +105,16 @@ class VarlenDataset(MegatronDataset):
         row = self.row_of(idx)
         encoded = self.samples_of_row(row)
         return self._with_why(self._item(encoded), encoded, row)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Small, and the same for any number of rows: a run of indices travels as its two ends."""
+        first, rows = (int(self.indices[0]), len(self.indices)) if len(self.indices) else (0, 0)
+        is_run = np.array_equal(self.indices, np.arange(first, first + rows))
+        return {**self.__dict__, "indices": range(first, first + rows) if is_run else self.indices}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.indices = np.asarray(self.indices, dtype=np.int32)
 
     def row_of(self, idx: int) -> int:
         """The source's row that sample `idx` is made of; past the last row, from the first again."""

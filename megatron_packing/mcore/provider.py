@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from megatron_packing.config import PackingConfig
 from megatron_packing.errors import ConfigError
 from megatron_packing.mcore import peers
 from megatron_packing.mcore.dataset import MockVarlenDataset, PackingDatasetConfig, SFTDataset, VarlenDataset
-from megatron_packing.mcore.look import check_sources
+from megatron_packing.mcore.look import check_sources, data_paths
 
 
 def make_provider(config: PackingConfig) -> Callable[..., Any]:
@@ -25,6 +26,7 @@ def make_provider(config: PackingConfig) -> Callable[..., Any]:
         peers.connect()  # the first moment at which the ranks know each other and we are sure to be called on all
         dataset_class = dataset_class_of(config.dataset)
         dataset_config = _config_of_this_run(config)
+        _build_indexes(dataset_class, dataset_config)
         check_sources(dataset_class, dataset_config)
         datasets = BlendedMegatronDatasetBuilder(
             dataset_class, num_samples, lambda: _reads_data(config, vp_stage), dataset_config
@@ -132,3 +134,30 @@ def dataset_config_of(config: PackingConfig, args: argparse.Namespace, tokenizer
         varlen_sbhd_validation=not config.packed,
         varlen_mock_dataset_config_json=config.mock_config,
     )
+
+
+def _build_indexes(dataset_class: type[MegatronDataset], config: PackingDatasetConfig) -> None:
+    """Let one rank find out about each file what takes long, once; the others then find it beside the file.
+
+    Rank 0 does it for a file system that all nodes share. Then the first rank of every other node looks, and does it
+    again where it cannot see what rank 0 wrote.
+
+    Raises:
+        PackingError: on every rank, when a file cannot be read.
+    """
+    import torch.distributed as dist
+
+    from megatron_packing.comm.turns import take_turn
+
+    if not issubclass(dataset_class, VarlenDataset):
+        return
+
+    def build() -> None:
+        for data in data_paths(config):
+            dataset_class.build_low_level_dataset(data.path, config)
+
+    on_rank_0, leads_node = dist.get_rank() == 0, os.environ.get("LOCAL_RANK") == "0"
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    take_turn(build, is_mine=on_rank_0, device=device)
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(dist.get_world_size()):
+        take_turn(build, is_mine=leads_node and not on_rank_0, device=device)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -16,7 +17,11 @@ from megatron_packing.comm.exchange import exchange_samples
 from megatron_packing.comm.failures import raise_if_any_failed
 from megatron_packing.comm.gather import all_gather_rows_of_cp
 from megatron_packing.comm.lengths import GatheredLengths, check_same, gather_lengths
+from megatron_packing.comm.turns import take_turn
 from megatron_packing.config import PackingConfig
+from megatron_packing.data import JsonlSource, open_source
+from megatron_packing.data.sources.index import IndexKind
+from megatron_packing.data.sources.lines import scan_lines
 from megatron_packing.errors import SampleError
 from megatron_packing.mcore import iterator
 from megatron_packing.thd import PackedBatch, PackShare, SampleTensors, build_pack, dummy_pack, share_of_rank
@@ -377,3 +382,19 @@ def _place(
         cp_rank=cp[1],
         device="cpu",
     )
+
+
+def open_after_a_turn(path: str, builder: int) -> tuple[str, Any]:
+    """(rows, how often this rank read the file to find them), after rank `builder` opened it, slowly."""
+    scans = []
+
+    def scan(file: Any, stamp: Any) -> Any:
+        scans.append(time.sleep(0.3))
+        yield from scan_lines(file, stamp)
+
+    def opened_rows() -> tuple[int, int]:
+        take_turn(lambda: open_source(path) and None, is_mine=dist.get_rank() == builder, device="cpu")
+        return len(open_source(path)), len(scans)
+
+    with mock.patch.object(JsonlSource, "_KIND", IndexKind(name="lines", version=1, scan=scan)):
+        return outcome(opened_rows)
