@@ -163,14 +163,17 @@ def survey(
     return tally.survey(rows, encoded=len(encode), read=len(read))
 
 
-def share_of_rows(total: int, *, most: int, rank: int = 0, ranks: int = 1) -> tuple[range, range]:
+def share_of_rows(
+    total: int, *, most: int, encode: int = ENCODED_ROWS, rank: int = 0, ranks: int = 1
+) -> tuple[range, range]:
     """The rows that one of several ranks looks at: those it encodes, and those it only reads.
 
     Args:
         total: rows of the file.
         most: rows that all ranks look at together, where the file has as many.
+        encode: rows that they encode together, the first ones.
     """
-    encoded = min(total, ENCODED_ROWS)
+    encoded = min(total, encode)
     looked_at = max(encoded, min(total, most))
     return _part(range(encoded), rank, ranks), _part(range(encoded, looked_at), rank, ranks)
 
@@ -201,6 +204,17 @@ def merged(parts: Sequence[Survey]) -> Survey:
         first_error=next((part.first_error for part in parts if part.first_error), None),
         first_setting_error=next((part.first_setting_error for part in parts if part.first_setting_error), None),
     )
+
+
+def describe_losses(counts: Mapping[str, int], examples: Mapping[str, Sequence[str]]) -> list[str]:
+    """Lines for the log: each reason, how many rows it took, and the first of them below one another."""
+    width = max((len(reason) for reason in counts), default=0)
+    lines = []
+    for reason, count in sorted(counts.items()):
+        first, *others = examples.get(reason, ("",))
+        lines.append(f"  {reason:<{width}} {count:>9,}  {first}")
+        lines += [f"  {'':<{width}} {'':>9}  {other}" for other in others]
+    return lines
 
 
 class _Tally:

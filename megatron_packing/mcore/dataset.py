@@ -5,6 +5,7 @@ override `build_low_level_dataset` for another kind of file, `convert` for anoth
 """
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -149,11 +150,23 @@ class VarlenDataset(MegatronDataset):
 
     def _with_why(self, item: dict[str, Any], encoded: list[TokenizedSample] | Dropped, row: int) -> dict[str, Any]:
         """`item`, with the place of a row that was lost or cut: such rows are rare, so that it is looked up anew."""
-        if "dropped" in item and isinstance(encoded, Dropped):
-            return {**item, "why": encoded.why or encoded.said(self._place(row))}
-        if "truncated" in item:
-            return {**item, "why": f"{self._place(row)}: cut to --seq-length {self.config.sequence_length:,}"}
+        if isinstance(encoded, Dropped):
+            reason, why = encoded.reason, encoded.why or encoded.said(self._place(row))
+        elif any(sample.truncated for sample in encoded):
+            reason, why = "truncated", f"{self._place(row)}: cut to --seq-length {self.config.sequence_length:,}"
+        else:
+            return item
+        if not self._padded_to_sequence_length:
+            return {**item, "why": why}
+        # Megatron's own loop runs it, and counts nothing; its collate takes tensors only.
+        if reason not in self._told:
+            self._told.add(reason)
+            warnings.warn(f"megatron_packing: a row was lost or cut ({reason}), the first of some: {why}", stacklevel=2)
         return item
+
+    @cached_property
+    def _told(self) -> set[str]:
+        return set()
 
     def _place(self, row: int) -> str:
         path, line = self._origin(self.dataset[row], row)

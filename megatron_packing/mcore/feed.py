@@ -14,6 +14,7 @@ from torch import nn
 from megatron_packing.comm.broadcast import ModelParallel, share_packs
 from megatron_packing.config import PackingConfig
 from megatron_packing.mcore.iterator import StepFigures, StepPacker
+from megatron_packing.mcore.lost import LostInStep
 from megatron_packing.thd import PackShare, share_of_rank
 
 
@@ -23,6 +24,8 @@ class FedStep:
 
     shares: tuple[PackShare, ...]
     figures: StepFigures
+    lost: LostInStep | None
+    """The rows that the step lost, on ranks that draw; None elsewhere."""
 
 
 class StepFeeder:
@@ -35,8 +38,7 @@ class StepFeeder:
 
     def __init__(self, config: PackingConfig, chunks: list[nn.Module]) -> None:
         self._place = _find_place()
-        self.packer = _make_packer(config, chunks, self._place) if self._place.has_packs else None
-        """Counts what was dropped and truncated, on ranks that draw; None elsewhere."""
+        self._packer = _make_packer(config, chunks, self._place) if self._place.has_packs else None
 
     def feed(self, data_iterator: Iterator[Any] | None, count: int) -> FedStep:
         """Draw `count` items in each replica, and give this rank its share of every pack.
@@ -46,18 +48,19 @@ class StepFeeder:
         """
         shares: list[PackShare] | None = None
         figures: StepFigures | None = None
+        lost: LostInStep | None = None
         failure: Exception | None = None
-        if self.packer is not None:
+        if self._packer is not None:
             try:
-                step = self.packer.pack(_given(data_iterator), count)
+                step = self._packer.pack(_given(data_iterator), count)
                 place = {"cp_size": self._place.cp_size, "cp_rank": self._place.cp_rank}
                 shares = [share_of_rank(batch, **place) for batch in step.batches]
-                figures = step.figures
+                figures, lost = step.figures, step.lost
             except Exception as error:  # shared with the ranks that wait for packs
                 failure = error
         numbers = [0.0] * len(fields(StepFigures)) if figures is None else [float(x) for x in astuple(figures)]
         mine, numbers = share_packs(shares, numbers, self._place, failure=failure)
-        return FedStep(shares=tuple(mine), figures=_figures_from(numbers))
+        return FedStep(shares=tuple(mine), figures=_figures_from(numbers), lost=lost)
 
 
 def _find_place() -> ModelParallel:

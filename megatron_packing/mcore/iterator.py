@@ -7,7 +7,6 @@ rank is raised on all of them before the next collective.
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from megatron_packing.comm.lengths import GatheredLengths, check_same, gather_le
 from megatron_packing.config import PackingConfig
 from megatron_packing.errors import PackingError, SampleError
 from megatron_packing.mcore import peers
+from megatron_packing.mcore.lost import Lost, LostInStep, LostRows
 from megatron_packing.mcore.watch import ReadLimit
 from megatron_packing.schedule import Plan, make_plan
 from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, dummy_pack
@@ -57,10 +57,11 @@ class PackedStep:
 
     batches: tuple[PackedBatch, ...]
     figures: StepFigures
+    lost: LostInStep
 
 
 class StepPacker:
-    """Packs one step after the other. One for a process; stateless between steps except for counts.
+    """Packs one step after the other. One for a process; between steps it keeps only which losses it has told.
 
     Args:
         config: the run's settings.
@@ -86,10 +87,7 @@ class StepPacker:
         self._limit = ReadLimit(config.data_timeout)
         self._group = group
         self._ranks: dict[str, Any] = {"group": group, "device": device}
-        self.dropped: Counter[str] = Counter()
-        """Rows that this rank dropped so far, by reason."""
-        self.truncated = 0
-        """Rows that this rank truncated so far."""
+        self._lost = LostRows(group, device)
 
     def pack(self, data_iterator: Iterator[Any], count: int) -> PackedStep:
         """Draw `count` items and pack the step.
@@ -106,10 +104,11 @@ class StepPacker:
             [sample.targets for sample in drawn.samples],
             limit=count,
             **self._ranks,
-            counters=(sum(drawn.dropped.values()), drawn.truncated),
+            counters=self._lost.counters(drawn.lost),
             failure=failure,
         )
         gathered_ms = _ms_since(started)
+        lost = self._lost.share(drawn.lost, gathered.counters)
         plan, plan_ms, plan_failure = self._plan(gathered)
         started = time.perf_counter()
         check_same(
@@ -121,10 +120,9 @@ class StepPacker:
         )
         assert plan is not None
         batches = self._exchange(drawn.samples, plan, gathered)
-        self.dropped += drawn.dropped
-        self.truncated += drawn.truncated
         exchange_ms = gathered_ms + _ms_since(started)
-        return PackedStep(batches=batches, figures=self._figures(plan, gathered, plan_ms, exchange_ms))
+        figures = self._figures(plan, gathered, lost, plan_ms, exchange_ms)
+        return PackedStep(batches=batches, figures=figures, lost=lost)
 
     def _draw(self, data_iterator: Iterator[Any], count: int) -> tuple["_Drawn", Exception | None]:
         drawn = _Drawn()
@@ -177,13 +175,14 @@ class StepPacker:
             for pack in plan.rank_packs(rank)
         )
 
-    def _figures(self, plan: Plan, gathered: GatheredLengths, plan_ms: float, exchange_ms: float) -> StepFigures:
+    def _figures(
+        self, plan: Plan, gathered: GatheredLengths, lost: LostInStep, plan_ms: float, exchange_ms: float
+    ) -> StepFigures:
         alignment = self._config.topology.alignment
         packs = [pack for microbatch in plan.microbatches for pack in microbatch.packs]
         dummies = sum(pack.is_dummy for pack in packs)
         real_tokens = sum(gathered.lengths)
         rows = sum(self._config.topology.pad(length) for length in gathered.lengths) + dummies * alignment
-        dropped, truncated = gathered.counters
         return StepFigures(
             samples=len(gathered.lengths),
             packs=len(packs),
@@ -193,8 +192,8 @@ class StepPacker:
             padding_tokens=rows - real_tokens,
             fill=real_tokens / (len(packs) * self._config.capacity),
             targets=sum(gathered.targets),
-            dropped=dropped,
-            truncated=truncated,
+            dropped=lost.dropped,
+            truncated=lost.truncated,
             plan_ms=plan_ms,
             exchange_ms=exchange_ms,
         )
@@ -218,16 +217,12 @@ class _Drawn:
 
     def __init__(self) -> None:
         self.samples: list[SampleTensors] = []
-        self.dropped: Counter[str] = Counter()
-        self.truncated = 0
+        self.lost = Lost()
 
     def add(self, item: dict[str, Any]) -> None:
         """Take in one item of the loader: a sample, a dropped row, or a row of several samples."""
-        if "dropped" in item:
-            self.dropped[_only(item["dropped"])] += 1
-            return
-        self.truncated += int("truncated" in item)
-        self.samples += samples_of_row(item)
+        if not self.lost.add(item):
+            self.samples += samples_of_row(item)
 
 
 def samples_of_row(item: dict[str, Any]) -> list[SampleTensors]:
@@ -287,10 +282,6 @@ def _flat(item: dict[str, Any], name: str) -> torch.Tensor:
             f"a dataset's item holds {value.shape[0]} rows of {name!r}; packing needs --micro-batch-size 1."
         )
     return value.reshape(-1)
-
-
-def _only(value: Any) -> str:
-    return str(value[0] if isinstance(value, list | tuple) else value)
 
 
 def _ms_since(started: float) -> float:

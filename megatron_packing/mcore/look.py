@@ -4,7 +4,6 @@ A rank that looks at a part tells the others what it found, so that all of them 
 summary or the first bad row in the order of the file.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from megatron.core.datasets.utils import Split
 
 from megatron_packing.data import Dropped, Record, Survey, TokenizedSample, survey
 from megatron_packing.data.progress import progress_bar
-from megatron_packing.data.survey import READ_ROWS, READ_ROWS_OF_RUN, merged, share_of_rows
+from megatron_packing.data.survey import READ_ROWS, READ_ROWS_OF_RUN, describe_losses, merged, share_of_rows
 from megatron_packing.errors import PackingError
 from megatron_packing.mcore.dataset import MockVarlenDataset, PackingDatasetConfig, VarlenDataset
 
@@ -200,14 +199,3 @@ def describe_survey(seen: Survey) -> list[str]:
     if not seen.skipped:
         return [f"{head}; every one is good"]
     return [f"{head}; skipped, in all {seen.rows + seen.rows_read:,}:", *describe_losses(seen.skipped, seen.examples)]
-
-
-def describe_losses(counts: Counter[str] | Any, examples: Any) -> list[str]:
-    """One line for each reason: how many rows, and the first of them."""
-    width = max((len(reason) for reason in counts), default=0)
-    lines = []
-    for reason, count in sorted(counts.items()):
-        first, *others = examples.get(reason, ("",))
-        lines.append(f"  {reason:<{width}} {count:>9,}  {first}")
-        lines += [f"  {'':<{width}} {'':>9}  {other}" for other in others]
-    return lines

@@ -62,10 +62,14 @@ class PackedStepRunner:
                 _count_real_work(step)
                 if step.figures.targets == 0:
                     losses = _skip_update(chunks, losses)
-            self._reporter.step_ended(step.figures, feeder.packer, training=not forward_only)
+            self._reporter.step_ended(step.figures, step.lost, training=not forward_only)
             return losses
 
         return run
+
+    def run_ends(self) -> None:
+        """Say what the run lost. Call once no step follows."""
+        self._reporter.run_ends()
 
     def _prepare(self, chunks: list[nn.Module]) -> StepFeeder:
         """Hook each chunk once; build the feeder at the first step, when Megatron's process groups exist."""

@@ -102,7 +102,7 @@ def test_a_dropped_row_leaves_a_dummy_that_teaches_nothing(pool: GlooPool) -> No
     figures = packs[0].figures
     assert (figures["samples"], figures["dropped"], figures["targets"], figures["real_tokens"]) == (3, 1, 20, 20)
     assert figures["padding_tokens"] == 1  # the dummy's one row
-    assert [of_rank.dropped for of_rank in packs] == [{"no_targets": 1}, {}]
+    assert [of_rank.lost for of_rank in packs] == [{"no_targets": 1}] * 2
 
 
 def test_every_row_of_a_step_dropped(pool: GlooPool) -> None:
@@ -151,14 +151,56 @@ def test_packs_are_the_planner_s_and_hold_the_drawn_samples(
         assert of_rank.digest == plan.digest()
 
 
-def test_counts_grow_from_step_to_step(pool: GlooPool) -> None:
-    steps = [[Row(length=4, first=100, truncated=True), Row(dropped="empty")], [Row(dropped="empty"), *rows(4)]]
-    answers = pool.run(tasks.pack_steps, config(2), 2, of_rank=[steps, steps], ranks=2)
-    for (_, first), (_, second) in answers:
-        assert (first.dropped, first.truncated) == ({"empty": 1}, 1)
-        assert (second.dropped, second.truncated) == ({"empty": 2}, 1)
-        assert (first.figures["dropped"], first.figures["truncated"]) == (2, 2)  # of both ranks, in this step
-        assert (second.figures["dropped"], second.figures["truncated"]) == (2, 0)
+def test_losses_are_counted_by_reason_over_all_ranks_and_told_with_their_first_rows(pool: GlooPool) -> None:
+    empty, cut = Row(first=1, dropped="empty"), Row(length=4, first=100, truncated=True)
+    of_first = [[cut, empty], rows(4, 4), [empty, empty], [empty, empty], rows(4, 4)]
+    of_second = [
+        [empty, *rows(4)],
+        rows(4, 4),
+        [Row(first=2, dropped="bad_json"), empty],
+        [empty, *rows(4)],
+        rows(4, 4),
+    ]
+    answers = pool.run(tasks.pack_steps, config(2), 2, of_rank=[of_first, of_second], ranks=2)
+    for steps in answers:
+        packs = [step for _, step in steps]
+        assert [step.lost for step in packs] == [
+            {"empty": 2, "truncated": 1},
+            {},
+            {"empty": 3, "bad_json": 1},
+            {"empty": 3},
+            {},
+        ]
+        figures = [(step.figures["dropped"], step.figures["truncated"]) for step in packs]
+        assert figures == [(2, 1), (0, 0), (4, 0), (3, 0), (0, 0)]
+        assert packs[0].news == [("truncated", "100: cut"), ("empty", "1: bad"), ("empty", "1: bad")]
+        assert packs[2].news == [("empty", "1: bad"), ("bad_json", "2: bad")]
+        # Only a step with something new to tell pays for it.
+        assert [step.collectives for step in packs] == [1, 0, 1, 0, 0]
+
+
+LOST_ROWS = st.lists(st.one_of(st.none(), st.sampled_from(["empty", "no_targets", "bad_json", "own"])), min_size=2)
+
+
+@given(steps=st.lists(LOST_ROWS, min_size=1, max_size=6), ranks=st.integers(1, 4))
+@settings(max_examples=50, deadline=None)
+def test_every_lost_row_is_counted_once_and_at_most_three_of_a_reason_are_told(
+    pool: GlooPool, steps: list[list[str | None]], ranks: int
+) -> None:
+    even = [[*step, *[None] * (-len(step) % ranks)] for step in steps]
+    drawn = [[Row(dropped=reason) if reason else Row(length=2) for reason in step] for step in even]
+    of_rank = [[step[rank::ranks] for step in drawn] for rank in range(ranks)]
+    answers = pool.run(tasks.pack_steps, config(ranks), ranks, of_rank=of_rank, ranks=ranks)
+    everything = Counter(reason for step in steps for reason in step if reason)
+    for packs in ([step for _, step in of_one] for of_one in answers):
+        assert [step.lost for step in packs] == [dict(Counter(filter(None, step))) for step in steps]
+        told = Counter(reason for step in packs for reason, _ in step.news)
+        assert told == {reason: min(count, 3) for reason, count in everything.items()}
+
+
+def test_texts_of_any_length_reach_every_rank(pool: GlooPool) -> None:
+    texts = ["", "a" * 5000 + "\u2603", "b\udcff.jsonl"]
+    assert pool.run(tasks.gather_texts, 3, of_rank=texts, ranks=3) == [texts] * 3
 
 
 def test_a_row_that_cannot_be_read_stops_every_rank(pool: GlooPool) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.harness import Runner
+from tests.pure.test_data_encode import ROTTEN
+from tests.runs.harness import Run, Runner
 from tests.runs.test_equals_unpacked import PACKED, PADDED
 
 pytestmark = pytest.mark.run
@@ -67,8 +68,22 @@ BAD_FILES = {
     ),
     "cut short": ('{"text": "1 2 3"}\n{"text": "1 2', ["{path}:2"]),
     "nothing to learn": (
-        '{"text": ""}\n{"messages": [{"role": "user", "content": "1 2"}]}\n',
-        ["{path}", "empty", "no_targets"],
+        "\n".join(
+            (
+                '{"text": ""}',
+                '{"messages": []}',
+                '{"messages": [{"role": "user", "content": "1 2"}]}',
+                '{"text": "1"}',
+                '{"text": " \\n "}',
+            )
+        ),
+        ["{path}: none of the first 5 rows", "empty: 3", "no_targets: 1", "too_short: 1"],
+    ),
+    "every answer truncated away": (
+        json.dumps({"messages": [{"role": "user", "content": "7 " * 70}, {"role": "assistant", "content": "1"}]})
+        + "\n",
+        ["{path}: none of the first 1 rows", "truncated_no_targets: 1"],
+        "--packing-overlong truncate",
     ),
     "overlong": (json.dumps({"text": " ".join(["7"] * 100)}) + "\n", ["{path}:1", "100", "64", "--packing-overlong"]),
 }
@@ -76,11 +91,11 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_files_that_cannot_be_trained_on(name: str, runner: Runner, tmp_path: Path) -> None:
-    content, words = BAD_FILES[name]
+    content, words, *flags = BAD_FILES[name]
     path = tmp_path / "rows.jsonl"
     if content is not None:
         path.write_text(content)
-    assert_refused(runner, PACKED, path, [word.format(path=path) for word in words], ranks=2)
+    assert_refused(runner, " ".join((PACKED, *flags)), path, [word.format(path=path) for word in words], ranks=2)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -93,6 +108,11 @@ def test_bad_row_far_from_the_start_ends_every_rank(workers: int, runner: Runner
     assert "Traceback" not in runner.attempt(flags, data=path, ranks=2).log
     skipping = runner.train(flags, "--packing-bad-rows skip", data=path, ranks=2)
     assert "rows dropped: 4" in skipping.log
+    told = _lines_of(skipping)
+    assert sum(line.startswith(f"a row was dropped (not_encodable): {path}:110") for line in told) == 3
+    assert "rows lost or cut in training, over all ranks: 4" in told
+    assert sum(line.startswith(f"not_encodable 4 {path}:110") for line in told) == 1
+    assert " packing, rows lost or cut since the start | not_encodable: 4 |" in skipping.log
     assert [len(step.samples) for step in skipping.iterations][-2:] == [100, 96]
 
 
@@ -116,20 +136,37 @@ def test_a_bad_row_far_into_a_file_is_told_before_the_first_iteration(runner: Ru
 
 
 def test_skipped_rows_are_told_by_reason_with_their_first_three(runner: Runner, tmp_path: Path) -> None:
-    bad = {5: '{"text": 5}', 6: "{", 7_000: "{", 8_000: '{"text": ""}', **dict.fromkeys((9_001, 9_002, 9_003), "{")}
+    bad = {505: '{"text": 5}', 506: "{", 7_000: "{", 8_000: '{"text": ""}', **dict.fromkeys((9_001, 9_002, 9_003), "{")}
     path = _broken(tmp_path / "rows.jsonl", bad=bad)
     run = runner.train(f"{PACKED} --packing-bad-rows skip --train-iters 1", data=path, ranks=2)
-    told = [" ".join(line.split()) for line in run.log.splitlines() if "megatron_packing:" in line]
-    where = f"megatron_packing: {path}"
-    assert f"{where}: 10,000 rows; of the first 1,000: 998 samples" in " ".join(told)
-    assert [line for line in told if line.startswith("megatron_packing: bad_")] == [
-        f"megatron_packing: bad_content 1 {path}:5: field 'text' is 5 (int); it must be a string. Write it in quotes, "
-        "or remove the row.",
-        next(line for line in told if line.startswith(f"megatron_packing: bad_json 5 {path}:6: ")),
-    ]
-    for line in (7_000, 9_001):
-        assert sum(said.startswith(f"{where}:{line}: ") for said in told) == 1
+    told = _lines_of(run)
+    assert sum(line.startswith(f"{path}: 10,000 rows; of the first 1,000: 998 samples") for line in told) == 1
+    for start in (f"bad_content 1 {path}:505: ", f"bad_json 5 {path}:506: ", f"{path}:7000: ", f"{path}:9001: "):
+        assert sum(line.startswith(start) for line in told) == 1, start
     assert f"{path}:9002" not in run.log
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_rotten_file(workers: int, runner: Runner, tmp_path: Path) -> None:
+    """D5 and D6: two passes over 4 good rows, 3 rotten ones and 3 with nothing to learn."""
+    path = tmp_path / "rotten.jsonl"
+    path.write_bytes(ROTTEN + b'{"text": " "}\n{"messages": []}\n{"messages":[{"role":"user","content":"11"}]}\n')
+    flags = f"{PACKED} --num-workers {workers} --global-batch-size 10 --train-iters 2"
+    assert_refused(runner, flags, path, [f"error: {path}:3: field 'messages' is 'ping'"], ranks=2)
+    lenient = runner.train(flags, "--packing-bad-rows skip", data=path, ranks=2)
+    assert [len(step.samples) for step in lenient.iterations] == [4, 4]
+    told = _lines_of(lenient)
+    for start in (f"{path}: 10 rows; of the first 10: 4 samples", f"bad_turns 1 {path}:3: ", f"bad_json 1 {path}:8: "):
+        assert sum(line.startswith(start) for line in told) == 1, start
+    assert "rows lost or cut in training, over all ranks: 12" in told
+    for reason, count in {"bad_turns": 2, "bad_content": 2, "bad_json": 2, "empty": 4, "no_targets": 2}.items():
+        assert sum(line.startswith(f"{reason} {count} {path}:") for line in told) == 1, reason
+
+
+def _lines_of(run: Run) -> list[str]:
+    """What our own lines say, white space shortened."""
+    ours = (line.partition("megatron_packing:")[2] for line in run.log.splitlines())
+    return [" ".join(line.split()) for line in ours if line]
 
 
 def assert_refused(runner: Runner, flags: str, data: Path, words: list[str], ranks: int, trained: int = 0) -> None:

@@ -138,6 +138,9 @@ def test_row_without_targets_leaves_with_its_reason(tmp_path: Path) -> None:
     assert dataset[0]["original_seq_len"].item() == 0
     assert dataset[0]["tokens"].numel() == 0
     assert "dropped" not in dataset[2]
+    assert dataset[0]["why"].endswith("rows.jsonl:1: has nothing that is to be learned, such as an assistant turn")
+    assert dataset[1]["why"].endswith("rows.jsonl:2: says nothing")
+    assert "why" not in dataset[2]
 
 
 def test_bad_rows_stop_or_are_skipped_but_settings_always_stop(tmp_path: Path) -> None:
@@ -145,7 +148,8 @@ def test_bad_rows_stop_or_are_skipped_but_settings_always_stop(tmp_path: Path) -
     with pytest.raises(SampleError, match=r"rows\.jsonl:1: "):
         _dataset(tmp_path, rows)[0]
     skipping = _dataset(tmp_path, rows, packing_bad_rows="skip")
-    assert "dropped" in skipping[0]
+    assert skipping[0]["dropped"] == "bad_content"
+    assert "rows.jsonl:1: field 'text' is 5" in skipping[0]["why"]
     with pytest.raises(SampleError, match="--packing-overlong"):
         skipping[1]
 
@@ -155,6 +159,7 @@ def test_truncated_sample_says_so(tmp_path: Path) -> None:
         tmp_path, [{"text": "1 2 3 4 5 6 8 9 10"}, {"text": "1 2 3 4 5 6 8 9"}], packing_overlong="truncate"
     )
     assert dataset[0]["truncated"]
+    assert dataset[0]["why"].endswith("rows.jsonl:1: cut to --seq-length 8")
     assert dataset[0]["labels"].tolist() == [2, 3, 4, 5, 6, 8, 9, 10]  # no EOS is made up
     assert "truncated" not in dataset[1]  # seq_length + 1 raw ids fit (D2)
 
@@ -182,6 +187,16 @@ def test_the_turns_learned_and_the_schema_are_the_runs_to_choose(tmp_path: Path)
     last = _dataset(tmp_path, rows, packing_train_on="last-assistant")
     assert last[0]["loss_mask"].tolist() == [0, 0, 0, 1, 1]
     assert _dataset(tmp_path, rows, packing_schema="text")[0]["tokens"].tolist() == [5, 6, 8]
+
+
+def test_the_padded_run_tells_each_loss_once(tmp_path: Path) -> None:
+    """Megatron's own loop counts nothing, and its collate takes the four tensors alone."""
+    rows = [{"text": ""}, {"text": ""}, {"text": "1 2 3 4 5 6 8 9 10"}]
+    dataset = _dataset(tmp_path, rows, packing_overlong="truncate", varlen_sbhd_validation=True)
+    with pytest.warns(UserWarning, match="rows.jsonl:") as told:
+        items = [dataset[i] for i in range(3)]
+    assert [str(one.message).split(" (")[1].split(")")[0] for one in told] == ["empty", "truncated"]
+    assert {len(item) for item in items} == {4}
 
 
 def test_empty_split_is_an_error_that_names_it(tmp_path: Path) -> None:
