@@ -185,7 +185,7 @@ class TurnFinder:
         if len(spans) != len(spoken):
             raise self._error(
                 f"{len(spoken)} assistant turns, but {len(spans)} generation blocks: which of them is not to be "
-                "learned cannot be told. Learn all turns of this row, or use a template with one generation block a turn.",
+                "learned cannot be told. Learn all turns of this row, or use a template with one block a turn.",
                 "template_span_unclear",
             )
         return [span for turn, span in zip(spoken, spans, strict=True) if learned[turn]]
