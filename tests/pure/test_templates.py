@@ -205,6 +205,24 @@ def test_a_context_that_later_turns_change_is_refused(build):
     assert encoded(tokenizer, turns, train_on=LAST)[1] == "d<|im_end|>"
 
 
+def test_a_rewritten_turn_in_a_changed_context_is_refused(build):
+    """Turn 1 stands whole where it was, but what stands before it is not what the model saw: one letter is another."""
+    letter = "{{ 'last' if loop.index >= loop.length - 1 else 'past' }}"
+    turns = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
+    tokenizer = build(CHATML.template(blocks=False).replace("{% else %}", "{% else %}" + letter))
+    with pytest.raises(SampleError) as caught:
+        encoded(tokenizer, turns)
+    assert caught.value.reason == "template_rewrites_history"
+    assert encoded(tokenizer, turns, train_on=LAST)[1] == "d<|im_end|>"
+
+
+def test_blocks_whose_text_is_changed_afterwards_are_refused(build):
+    cut = "{% for m in messages %}{% set t %}{% generation %}{{ m.content }}{% endgeneration %}{% endset %}{{ t[:4] }}"
+    with pytest.raises(SampleError, match="cannot be located") as caught:
+        encoded(build(cut + "{% endfor %}"), [turn("user", "a"), turn("assistant", "Hello")])
+    assert caught.value.reason == "template_marks_wrong"
+
+
 def test_one_bos_whoever_writes_it(build):
     tokenizer = build(LLAMA.template(blocks=False))
     backend = tokenizer.chat.backend_tokenizer
