@@ -216,6 +216,16 @@ def test_a_rewritten_turn_in_a_changed_context_is_refused(build):
     assert encoded(tokenizer, turns, train_on=LAST)[1] == "d<|im_end|>"
 
 
+def test_an_answer_that_later_turns_shorten_is_refused(build):
+    short = "{{ (m.content if loop.last else m.content[:1]) + '<|im_end|>' }}{% else %}"
+    turns = [turn("user", "a"), turn("assistant", "bcd"), turn("user", "c"), turn("assistant", "def")]
+    tokenizer = build(CHATML.template(blocks=False).replace("{{ m.content + '<|im_end|>' }}{% else %}", short))
+    with pytest.raises(SampleError) as caught:
+        encoded(tokenizer, turns)
+    assert caught.value.reason == "template_rewrites_history"
+    assert encoded(tokenizer, turns, train_on=LAST)[1] == "def<|im_end|>"
+
+
 def test_blocks_whose_text_is_changed_afterwards_are_refused(build):
     cut = "{% for m in messages %}{% set t %}{% generation %}{{ m.content }}{% endgeneration %}{% endset %}{{ t[:4] }}"
     with pytest.raises(SampleError, match="cannot be located") as caught:
