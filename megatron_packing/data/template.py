@@ -185,7 +185,7 @@ class TurnFinder:
         if len(spans) != len(spoken):
             raise self._error(
                 f"{len(spoken)} assistant turns, but {len(spans)} generation blocks: which of them is not to be "
-                "learned cannot be told. Learn all of the row's turns, or use a template with one block a turn.",
+                "learned cannot be told. Learn all turns of this row, or use a template with one block a turn.",
                 "template_span_unclear",
             )
         return [span for turn, span in zip(spoken, spans, strict=True) if learned[turn]]
@@ -240,16 +240,15 @@ class TurnFinder:
 
     def _rewritten(self, turn: int, until: str, asking: str) -> Span:
         """A turn that is written differently once others follow: exact if all of its own text is still there."""
-        content = self._messages[turn]["content"].strip()
-        at = until.rfind(content)
-        if not content or at < 0 or not self.whole.startswith(asking):
+        aligned = self._aligned(turn, until)
+        if aligned is None or not self.whole.startswith(asking):
             raise self._rewrites(turn)
-        mark = until[at + len(content) :]
+        content, mark = until[slice(*aligned)].lstrip(), until[aligned[1] :]
         here = self.whole[len(asking) :]
-        padding = len(here) - len(here.lstrip())
-        if not mark.strip() or not here[padding:].startswith(content + mark):
+        said = len(here) - len(here.lstrip()) + len(content) + len(mark)
+        if not content or not mark.strip() or here[:said].lstrip() != content + mark:
             raise self._rewrites(turn)
-        return len(asking), len(asking) + padding + len(content) + len(mark.rstrip())
+        return len(asking), len(asking) + said - (len(mark) - len(mark.rstrip()))
 
     def _rewrites(self, turn: int) -> SampleError:
         return self._error(
