@@ -33,6 +33,8 @@ class PackingConfig:
     """varlen, sft, mock, or module:Class of a user's own dataset."""
     mock_config: str | None = None
     """Inline JSON or a path: how the mock dataset draws its lengths."""
+    shuffle: bool = False
+    """Whether training rows get a new order in each epoch."""
     overlong: str = "error"
     """What happens to a sample longer than seq_length."""
     bad_rows: str = "error"

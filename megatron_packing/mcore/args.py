@@ -68,6 +68,11 @@ def add_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         help="your own subclass of VarlenDataset or SFTDataset",
     )
     add(
+        "--packing-shuffle",
+        action="store_true",
+        help="give training rows a new order in each epoch, drawn from --seed (default: the file's order)",
+    )
+    add(
         "--packing-overlong",
         choices=OVERLONG_POLICIES,
         default="error",
@@ -133,6 +138,7 @@ def resolve(args: argparse.Namespace) -> PackingConfig:
         # Upstream's default, here in whole alignment units.
         capacity = topology.pad(args.seq_length) // topology.cp
     _check_chat_format(args)
+    _check_order(args)
     return PackingConfig(
         topology=topology,
         seq_length=args.seq_length,
@@ -141,6 +147,7 @@ def resolve(args: argparse.Namespace) -> PackingConfig:
         max_seqs=args.thd_max_packed_sequences,
         dataset=dataset,
         mock_config=args.varlen_mock_dataset_config_json,
+        shuffle=args.packing_shuffle,
         overlong=args.packing_overlong,
         bad_rows=args.packing_bad_rows,
         attention=attention,  # type: ignore[arg-type]
@@ -160,6 +167,7 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
     if args.micro_batch_size is None:
         args.micro_batch_size = 1
         said.append("micro-batch size set to 1")
+    said += _warnings_of_order(args)
     args.create_attention_mask_in_dataloader = False  # causal within a sample; nothing to hand over
     if args.sft:
         args.sft = False  # Megatron would average evaluation by microbatch; our dataset is chosen already
@@ -275,6 +283,25 @@ def _attention(args: argparse.Namespace, *, packed: bool) -> str:
             f"--spec {' '.join(args.spec)} with --packing-attention sdpa: two layer specs. Drop one of them."
         )
     return str(wanted)
+
+
+def _check_order(args: argparse.Namespace) -> None:
+    if args.packing_shuffle and args.dataloader_type == "cyclic":
+        raise ConfigError(
+            "--packing-shuffle with --dataloader-type cyclic: two shuffles, one over the other. Drop --dataloader-type."
+        )
+
+
+def _warnings_of_order(args: argparse.Namespace) -> list[str]:
+    if args.dataloader_type != "cyclic":
+        return []
+    said = (
+        "--dataloader-type cyclic: Megatron shuffles all samples of the run at once, so that some rows come again "
+        "before others came once, and another --train-iters is another order"
+    )
+    if args.data_sharding:
+        said += "; on resuming with other data parallelism some samples come twice and others never"
+    return [f"WARNING: {said}. --packing-shuffle does neither"]
 
 
 def _check_chat_format(args: argparse.Namespace) -> None:

@@ -30,6 +30,7 @@ from megatron_packing.data import (
     split_conversations,
 )
 from megatron_packing.data.encode import NOT_BAD_ROWS
+from megatron_packing.data.order import shuffled_row
 from megatron_packing.errors import ConfigError, SampleError
 from megatron_packing.mcore.tokenizer import MegatronTokenizer
 
@@ -42,6 +43,8 @@ class PackingDatasetConfig(GPTDatasetConfig):
     """What happens to a sample longer than `sequence_length`."""
     packing_bad_rows: str = "error"
     """What happens to a row that cannot become a sample."""
+    packing_shuffle: bool = False
+    """Give training rows a new order in each epoch, from `random_seed`; else the file's order."""
     packing_chat_format: str = "auto"
     """How conversations become tokens; see `megatron_packing.data.chat`."""
     varlen_sbhd_validation: bool = False
@@ -96,8 +99,15 @@ class VarlenDataset(MegatronDataset):
         return self._item(self.samples_of_row(self.row_of(idx)))
 
     def row_of(self, idx: int) -> int:
-        """The source's row that sample `idx` is made of; past the last row, from the first again."""
-        return int(self.indices[idx % len(self.indices)])
+        """The source's row that sample `idx` is made of; past the last row of an epoch, the next epoch's first.
+
+        A function of the arguments and settings alone, so that every rank, worker and resumed run agrees.
+        """
+        rows = len(self.indices)
+        epoch, place = divmod(idx, rows)
+        if self._shuffled:
+            place = shuffled_row(place, rows, seed=self.config.random_seed, epoch=epoch)
+        return int(self.indices[place])
 
     def convert(self, row: Any) -> Conversation | Document | TokenIds | np.ndarray:
         """What a row of the source says. Override for rows of your own kind.
@@ -146,6 +156,12 @@ class VarlenDataset(MegatronDataset):
     @cached_property
     def _tokenizer(self) -> MegatronTokenizer:
         return MegatronTokenizer(self.config.tokenizer)
+
+    @property
+    def _shuffled(self) -> bool:
+        """Evaluation takes its rows as they stand: their order changes nothing there."""
+        wanted = isinstance(self.config, PackingDatasetConfig) and self.config.packing_shuffle
+        return wanted and self.index_split is Split.train
 
     @property
     def _padded_to_sequence_length(self) -> bool:

@@ -113,6 +113,7 @@ def dataset_config_of(config: PackingConfig) -> PackingDatasetConfig:
         sequence_parallel_size=config.topology.tp if config.topology.sequence_parallel else 0,
         packing_overlong=config.overlong,
         packing_bad_rows=config.bad_rows,
+        packing_shuffle=config.shuffle,
         packing_chat_format=config.chat_format,
         varlen_sbhd_validation=not config.packed,
         varlen_mock_dataset_config_json=config.mock_config,
