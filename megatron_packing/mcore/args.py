@@ -96,6 +96,26 @@ def add_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         default="auto",
         help="conversations without a chat template: plain writes the roles, bare only the contents",
     )
+    add(
+        "--packing-eval-scheduler",
+        type=str,
+        default=None,
+        metavar="NAME",
+        help="how validation and test are packed (default: as training)",
+    )
+    add(
+        "--packing-eval-max-seqlen-per-dp-cp-rank",
+        type=int,
+        default=None,
+        metavar="TOKENS",
+        help="capacity of a rank in evaluation, which keeps no activations (default: training's)",
+    )
+    add(
+        "--packing-eval-overlong",
+        choices=OVERLONG_POLICIES,
+        default=None,
+        help="a validation or test sample longer than --seq-length (default: as in training)",
+    )
     add("--packing-log-interval", type=int, default=1, help="steps between two lines of packing figures")
     add(
         "--packing-data-timeout",
@@ -126,8 +146,9 @@ def resolve(args: argparse.Namespace) -> PackingConfig:
     """
     dataset = _dataset(args)
     scheduler = _scheduler(args)
-    if scheduler is not None:
-        check_scheduler(scheduler)
+    for name in (scheduler, args.packing_eval_scheduler):
+        if name is not None:
+            check_scheduler(name)
     attention = _attention(args, packed=scheduler is not None)
     check_megatron_flags(vars(args), packed=scheduler is not None, attention=attention)
     topology = topology_of(args)
@@ -154,6 +175,11 @@ def resolve(args: argparse.Namespace) -> PackingConfig:
         chat_format=args.packing_chat_format,
         log_interval=args.packing_log_interval,
         data_timeout=args.packing_data_timeout,
+        order=args.dataloader_type or "single",
+        full_validation=args.full_validation,
+        eval_scheduler=args.packing_eval_scheduler,
+        eval_max_tokens_per_rank=args.packing_eval_max_seqlen_per_dp_cp_rank,
+        eval_overlong=args.packing_eval_overlong,
     )
 
 
@@ -168,6 +194,9 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
         args.micro_batch_size = 1
         said.append("micro-batch size set to 1")
     said += _warnings_of_order(args)
+    args.dataloader_type = "external"  # the provider hands over loaders of ours
+    if args.full_validation and not args.multiple_validation_sets:
+        args.full_validation = False  # Megatron's own fails with a single set; `supply` sets eval_iters instead
     args.create_attention_mask_in_dataloader = False  # causal within a sample; nothing to hand over
     if args.sft:
         args.sft = False  # Megatron would average evaluation by microbatch; our dataset is chosen already

@@ -41,6 +41,8 @@ class PackingDatasetConfig(GPTDatasetConfig):
 
     packing_overlong: str = "error"
     """What happens to a sample longer than `sequence_length`."""
+    packing_eval_overlong: str | None = None
+    """The same for validation and test; None: as in training."""
     packing_bad_rows: str = "error"
     """What happens to a row that cannot become a sample."""
     packing_shuffle: bool = False
@@ -73,7 +75,7 @@ class VarlenDataset(MegatronDataset):
         index_split: Split,
         config: GPTDatasetConfig,
     ) -> None:
-        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        super().__init__(dataset, dataset_path, _as_range(indices), num_samples, index_split, config)
         if num_samples and not len(indices):
             raise ConfigError(
                 f"{dataset_path}: --split gives the {index_split.name} split none of its {len(dataset)} rows, but "
@@ -104,7 +106,7 @@ class VarlenDataset(MegatronDataset):
         A function of the arguments and settings alone, so that every rank, worker and resumed run agrees.
         """
         rows = len(self.indices)
-        epoch, place = divmod(idx, rows)
+        epoch, place = divmod(int(idx), rows)  # a blend counts in numpy's integers, which overflow
         if self._shuffled:
             place = shuffled_row(place, rows, seed=self.config.random_seed, epoch=epoch)
         return int(self.indices[place])
@@ -145,7 +147,7 @@ class VarlenDataset(MegatronDataset):
     @cached_property
     def encoder(self) -> Encoder:
         """How this dataset's rows become tokens."""
-        return make_encoder(self._tokenizer, self.config)
+        return make_encoder(self._tokenizer, self.config, self.index_split)
 
     @property
     def alignment(self) -> int:
@@ -240,11 +242,21 @@ class MockVarlenDataset(VarlenDataset):
         )
 
 
-def make_encoder(tokenizer: MegatronTokenizer, config: GPTDatasetConfig) -> Encoder:
-    """The encoder that `config` asks for."""
+def _as_range(indices: np.ndarray) -> Any:
+    """Megatron's splits are rows in a row: two numbers, where an array would go to every worker with every row."""
+    if len(indices) and (np.diff(indices) == 1).all():
+        return range(int(indices[0]), int(indices[-1]) + 1)
+    return indices
+
+
+def make_encoder(tokenizer: MegatronTokenizer, config: GPTDatasetConfig, split: Split = Split.train) -> Encoder:
+    """The encoder that `config` asks for in a split."""
     if not isinstance(config, PackingDatasetConfig):
         return Encoder(tokenizer, config.sequence_length)
-    return Encoder(tokenizer, config.sequence_length, config.packing_overlong, chat=config.packing_chat_format)
+    overlong = config.packing_overlong
+    if split is not Split.train and config.packing_eval_overlong is not None:
+        overlong = config.packing_eval_overlong
+    return Encoder(tokenizer, config.sequence_length, overlong, chat=config.packing_chat_format)
 
 
 def _varlen_item(encoded: TokenizedSample | Dropped, alignment: int, pad_id: int) -> dict[str, Any]:
@@ -264,6 +276,11 @@ def _padded_item(encoded: TokenizedSample | Dropped, length: int, pad_id: int) -
     if isinstance(encoded, Dropped):  # a row without any target adds nothing to sum or count
         encoded = TokenizedSample(tokens=_no_ids(), labels=_no_ids(), loss_mask=np.zeros(0, dtype=np.float32))
     return _padded_fields(encoded, length, pad_id)
+
+
+def absent_row(length: int) -> dict[str, Tensor]:
+    """A row of the reference run without any target, where an evaluation has no row left."""
+    return _padded_item(Dropped("absent"), length, 0)
 
 
 def _padded_fields(sample: TokenizedSample, length: int, pad_id: int) -> dict[str, Tensor]:

@@ -19,10 +19,11 @@ from megatron_packing.mcore.dataset import (
     VarlenDataset,
     merged_sample,
 )
+from megatron_packing.mcore.supply import check_evaluation, make_loaders
 
 
 def make_provider(config: PackingConfig) -> Callable[..., Any]:
-    """A dataset provider for `pretrain`: (train, valid, test), or Nones where a rank reads no data."""
+    """A dataset provider for `pretrain`: loaders for (train, valid, test), or Nones where a rank reads no data."""
 
     def provider(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -33,12 +34,12 @@ def make_provider(config: PackingConfig) -> Callable[..., Any]:
         dataset_class = dataset_class_of(config.dataset)
         dataset_config = dataset_config_of(config)
         _check_sources(dataset_class, dataset_config)
+        check_evaluation(config, dataset_config, num_samples)
+        asked = [num_samples[0], None, None] if config.full_validation else list(num_samples)
         datasets = BlendedMegatronDatasetBuilder(
-            dataset_class, num_samples, lambda: _reads_data(config, vp_stage), dataset_config
+            dataset_class, asked, lambda: _reads_data(config, vp_stage), dataset_config
         ).build()
-        # Megatron cannot load from an empty split (--eval-iters 0); where nothing is asked, there is none.
-        train, valid, test = (built if wanted else None for built, wanted in zip(datasets, num_samples, strict=True))
-        return train, valid, test
+        return make_loaders(config, datasets, num_samples)
 
     provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron: called on every rank
     return provider
@@ -99,7 +100,7 @@ def dataset_config_of(config: PackingConfig) -> PackingDatasetConfig:
         blend_per_split=blend_per_split,
         split=args.split,
         multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
+        full_validation=config.full_validation,
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
@@ -112,6 +113,7 @@ def dataset_config_of(config: PackingConfig) -> PackingDatasetConfig:
         data_parallel_size=config.topology.dp,
         sequence_parallel_size=config.topology.tp if config.topology.sequence_parallel else 0,
         packing_overlong=config.overlong,
+        packing_eval_overlong=config.eval_overlong,
         packing_bad_rows=config.bad_rows,
         packing_shuffle=config.shuffle,
         packing_chat_format=config.chat_format,

@@ -46,7 +46,7 @@ class PackedStepRunner:
             chunks = model if isinstance(model, list) else [model]
             feeder = self._prepare(chunks)
             self._reporter.step_begins(training=not forward_only)
-            step = feeder.feed(data_iterator, num_microbatches)
+            step = feeder.feed(data_iterator, num_microbatches, training=not forward_only)
             iterators = [PackIterator(step.shares, current) for current in self._currents]
             losses = schedule(
                 data_iterator=iterators if isinstance(data_iterator, list) else iterators[0],
@@ -62,7 +62,8 @@ class PackedStepRunner:
                 _count_real_work(step)
                 if step.figures.targets == 0:
                     losses = _skip_update(chunks, losses)
-            self._reporter.step_ended(step.figures, feeder.packer, training=not forward_only)
+            packer = feeder.packer(training=not forward_only)
+            self._reporter.step_ended(step.figures, packer, training=not forward_only)
             return losses
 
         return run

@@ -175,7 +175,7 @@ ORDINARY: dict[str, Any] = {
     "eod_mask_loss": False,
     "fim_data": False,
     "dataloader_type": None,
-    "full_validation": False,
+    "phase_transition_iterations": None,
     "perform_rl_step": False,
     "micro_batch_size": 1,
     "eval_micro_batch_size": None,
@@ -212,7 +212,7 @@ ALWAYS = [
     ("eod_mask_loss", True, "--eod-mask-loss"),
     ("fim_data", True, "--fim-data"),
     ("dataloader_type", "external", "--dataloader-type external"),
-    ("full_validation", True, "--full-validation"),
+    ("phase_transition_iterations", "5,9", "--phase-transition-iterations 5,9"),
     ("perform_rl_step", True, "--perform-rl-step"),
 ]
 PACKED = [

@@ -188,10 +188,17 @@ def test_empty_split_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 def test_dataset_pickles_without_its_rows(tmp_path: Path) -> None:
-    dataset = _dataset(tmp_path, [{"text": "1 2 3"}] * 1000)
-    dataset[0]
-    copy = pickle.loads(pickle.dumps(dataset))
-    assert copy[3]["tokens"].tolist() == [1, 2, 3]
+    """D7: what each worker is given does not grow with the file."""
+    sizes = []
+    for rows in (10, 1000):
+        dataset = _dataset(tmp_path, [{"text": "1 2 3"}] * rows)
+        dataset[0]
+        pickled = pickle.dumps(dataset)
+        assert pickle.loads(pickled)[3]["tokens"].tolist() == [1, 2, 3]
+        sizes.append(len(pickled))
+    assert sizes[1] - sizes[0] < 20
+    some = VarlenDataset(dataset.dataset, "rows", np.array([5, 7, 6]), None, Split.train, dataset.config)
+    assert [some.row_of(i) for i in range(4)] == [5, 7, 6, 5]
 
 
 SFT_ROW = {
