@@ -120,7 +120,8 @@ class Loader(Iterator[Any]):
                 raise
             said = str(error).splitlines()[0].strip().rstrip(".")
             raise PackingError(
-                f"{said}. It may have been reading {self._names(batch)}, which is awaited, or a later one. A worker that the system kills has most often run out of memory: lower --num-workers."
+                f"{said}. It may have been reading {self._names(batch)}, which is awaited, or a later "
+                "one. A worker that the system kills has most often run out of memory: lower --num-workers."
             ) from error
         if isinstance(item, _Failed):
             raise item.as_error()

@@ -19,7 +19,7 @@ from megatron_packing.mcore.dataset import (
     VarlenDataset,
     merged_sample,
 )
-from megatron_packing.mcore.supply import check_evaluation, make_loaders
+from megatron_packing.mcore.supply import check_requests, make_loaders
 
 
 def make_provider(config: PackingConfig) -> Callable[..., Any]:
@@ -27,6 +27,7 @@ def make_provider(config: PackingConfig) -> Callable[..., Any]:
 
     def provider(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+        from megatron.training import get_args
 
         if config.packed and vp_stage not in (None, 0):
             return None, None, None  # the first chunk's iterator feeds them all
@@ -34,7 +35,8 @@ def make_provider(config: PackingConfig) -> Callable[..., Any]:
         dataset_class = dataset_class_of(config.dataset)
         dataset_config = dataset_config_of(config)
         _check_sources(dataset_class, dataset_config)
-        check_evaluation(config, dataset_config, num_samples)
+        several = get_args().multiple_validation_sets
+        check_requests(config, dataset_config, num_samples, several=several)
         asked = [num_samples[0], None, None] if config.full_validation else list(num_samples)
         datasets = BlendedMegatronDatasetBuilder(
             dataset_class, asked, lambda: _reads_data(config, vp_stage), dataset_config
@@ -154,7 +156,7 @@ def survey_sources(dataset_class: type[MegatronDataset], config: PackingDatasetC
     lines = []
     for path in _paths(config):
         rows = dataset_class.build_low_level_dataset(path, config)
-        probe = dataset_class(rows, path, np.arange(len(rows)), None, Split.train, config)
+        probe = dataset_class(rows, path, np.arange(len(rows)), None, _split_of(path, config), config)
         seen = survey(_Named(rows, str(path or "mock data")), _AsEncoder(probe))  # type: ignore[arg-type]
         seen.check(bad_rows=config.packing_bad_rows)
         if not lines:
@@ -172,6 +174,15 @@ def _paths(config: PackingDatasetConfig) -> list[str | None]:
     blends = [config.blend] if config.blend is not None else config.blend_per_split or []
     paths = [path for blend in blends if blend is not None for path in blend[0]]
     return list(dict.fromkeys(paths)) or [None]
+
+
+def _split_of(path: str | None, config: PackingDatasetConfig) -> Split:
+    """The split whose rules the rows of `path` must pass: training's, unless they are only evaluated."""
+    if config.blend is None and config.blend_per_split is not None:
+        train = config.blend_per_split[Split.train.value]
+        if train is None or path not in train[0]:
+            return Split.valid
+    return Split.train
 
 
 class _Named:

@@ -31,15 +31,21 @@ from megatron_packing.mcore.loader import (
 )
 
 
-def check_evaluation(config: PackingConfig, datasets: PackingDatasetConfig, num_samples: Sequence[int | None]) -> None:
+def check_requests(
+    config: PackingConfig, datasets: PackingDatasetConfig, num_samples: Sequence[int | None], *, several: bool
+) -> None:
     """Refuse, on every rank, an evaluation that cannot be had, and a shuffle that would lose rows.
+
+    Args:
+        config: the run's settings.
+        datasets: those of its datasets.
+        num_samples: what Megatron asks of each split.
+        several: whether `--multiple-validation-sets` is set.
 
     Raises:
         ConfigError: what and why.
     """
-    from megatron.training import get_args
-
-    several, valid = get_args().multiple_validation_sets, _paths_and_weights(datasets, Split.valid)
+    valid = _paths_and_weights(datasets, Split.valid)
     files, weights = _paths_and_weights(datasets, Split.train)
     if config.order == "cyclic" and len(files) > 1 and weights is None:
         raise ConfigError(
@@ -94,7 +100,8 @@ def make_loaders(config: PackingConfig, datasets: Sequence[Any], num_samples: Se
     train_loader = None
     if train is not None and num_samples[0] and not args.skip_train:
         train_loader = _training_loader(config, train)
-        print_rank_0(f"megatron_packing: {describe_order(config, train)}")
+        order = describe_order(config, train, step=args.global_batch_size, seed=args.seed)
+        print_rank_0(f"megatron_packing: {order}")
     if config.full_validation:
         return (train_loader, *_loaders_of_every_row(config, valid, test))
     consumed = 0 if args.skip_train else args.consumed_valid_samples
@@ -105,21 +112,25 @@ def make_loaders(config: PackingConfig, datasets: Sequence[Any], num_samples: Se
     )
 
 
-def describe_order(config: PackingConfig, dataset: AnyDataset) -> str:
-    """One line for the log: in which order rows come, and what becomes of them at an epoch's end."""
-    from megatron.training import get_args
+def describe_order(config: PackingConfig, dataset: AnyDataset, *, step: int, seed: int) -> str:
+    """One line for the log: in which order rows come, and what becomes of them at an epoch's end.
 
-    args = get_args()
+    Args:
+        config: the run's settings.
+        dataset: of training.
+        step: samples of an optimizer step.
+        seed: of the run.
+    """
     order = "Megatron's cyclic shuffle"
     if config.order == "single":
-        order = f"shuffled in each epoch, seed {args.seed}" if config.shuffle else "as the rows stand in the file"
+        order = f"shuffled in each epoch, seed {seed}" if config.shuffle else "as the rows stand in the file"
     if not isinstance(dataset, BlendedDataset):
         rows = len(dataset.indices)
     elif any(part.num_samples is not None for part in dataset.datasets):  # by weight, and not all rows of each
         return f"order: {order}; each file of the blend begins anew when its rows are used up"
     else:
         rows = sum(len(part.indices) for part in dataset.datasets)
-    return f"order: {order}; {describe_epochs(rows, args.global_batch_size)}"
+    return f"order: {order}; {describe_epochs(rows, step)}"
 
 
 def _training_loader(config: PackingConfig, dataset: AnyDataset) -> Loader:

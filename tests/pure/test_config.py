@@ -1,3 +1,4 @@
+import dataclasses
 import re
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -164,6 +165,32 @@ def test_a_capacity_below_one_alignment_unit_is_not_advised_to_be_zero() -> None
     said = complaint_about_capacity(topology=CP2_TP2, seq_length=1, max_tokens_per_rank=3)
     assert said is not None
     assert "--max-seqlen-per-dp-cp-rank 4 (capacity 8)." in said
+
+
+def test_evaluation_takes_training_s_settings_where_it_has_none_of_its_own() -> None:
+    usual = PackingConfig(topology=CP2_TP2, seq_length=8, scheduler="first_fit", max_tokens_per_rank=8, overlong="drop")
+    assert usual.for_evaluation() == usual
+    own = dataclasses.replace(
+        usual, eval_scheduler="dp_balanced", eval_max_tokens_per_rank=16, eval_overlong="error"
+    ).for_evaluation()
+    assert (own.scheduler, own.max_tokens_per_rank, own.overlong) == ("dp_balanced", 16, "error")
+    assert own.for_evaluation() == own
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"eval_max_tokens_per_rank": 2}, "is 2, .*Set --packing-eval-max-seqlen-per-dp-cp-rank 4"),
+        ({"eval_max_tokens_per_rank": 0}, "--packing-eval-max-seqlen-per-dp-cp-rank 0"),
+        ({"eval_overlong": "shorten"}, "--packing-eval-overlong shorten"),
+        ({"scheduler": None, "eval_scheduler": "first_fit"}, "--packing-eval-scheduler first_fit"),
+        ({"scheduler": None, "eval_max_tokens_per_rank": 8}, "--packing-eval-max-seqlen-per-dp-cp-rank 8"),
+    ],
+)
+def test_settings_of_evaluation_that_cannot_work(changes: dict[str, Any], words: str) -> None:
+    usual: dict[str, Any] = {"topology": CP2_TP2, "seq_length": 8, "scheduler": "first_fit", "max_tokens_per_rank": 8}
+    with pytest.raises(ConfigError, match=words):
+        PackingConfig(**{**usual, **changes})
 
 
 # --- Megatron's settings --------------------------------------------------------------------------
