@@ -4,6 +4,7 @@
 combined with them. Both work on plain values, so that they can be tested without Megatron.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,6 +36,10 @@ class PackingConfig:
     """varlen, sft, mock, or module:Class of a user's own dataset."""
     mock_config: str | None = None
     """Inline JSON or a path: how the mock dataset draws its lengths."""
+    order: Literal["single", "cyclic"] = "single"
+    """Of training samples: in order, or shuffled by Megatron."""
+    shuffle: bool = False
+    """Whether training rows get a new order in each epoch."""
     overlong: str = "error"
     """What happens to a sample longer than seq_length."""
     bad_rows: str = "error"
@@ -52,11 +57,33 @@ class PackingConfig:
     """Steps between two lines of packing figures."""
     data_timeout: float = 300.0
     """Seconds that a reader may take for one item."""
+    full_validation: bool = False
+    """Whether an evaluation takes every row once."""
+    eval_scheduler: str | None = None
+    """Of validation and test, as the two below; None: as in training."""
+    eval_max_tokens_per_rank: int | None = None
+    eval_overlong: str | None = None
 
     @property
     def packed(self) -> bool:
         """Whether samples are packed; otherwise each is padded to seq_length."""
         return self.scheduler is not None
+
+    def for_evaluation(self) -> "PackingConfig":
+        """The settings that validation and test are packed under.
+
+        Raises:
+            ConfigError: they cannot work.
+        """
+        return dataclasses.replace(
+            self,
+            scheduler=self.eval_scheduler or self.scheduler,
+            max_tokens_per_rank=self.eval_max_tokens_per_rank or self.max_tokens_per_rank,
+            overlong=self.eval_overlong or self.overlong,
+            eval_scheduler=None,
+            eval_max_tokens_per_rank=None,
+            eval_overlong=None,
+        )
 
     @property
     def capacity(self) -> int:
@@ -76,6 +103,25 @@ class PackingConfig:
         if self.packed:
             self._check_capacity()
             self._check_attention()
+        self._check_evaluation()
+
+    def _check_evaluation(self) -> None:
+        given = {
+            "--packing-eval-scheduler": self.eval_scheduler,
+            "--packing-eval-max-seqlen-per-dp-cp-rank": self.eval_max_tokens_per_rank,
+        }
+        for flag, value in given.items():
+            if value is not None and not self.packed:
+                raise ConfigError(f"{flag} {value}: the reference run does not pack. Drop the flag.")
+        if self.eval_overlong is not None:
+            _check_choice("--packing-eval-overlong", self.eval_overlong, OVERLONG_POLICIES)
+        if self.eval_max_tokens_per_rank is not None:
+            _check_positive("--packing-eval-max-seqlen-per-dp-cp-rank", self.eval_max_tokens_per_rank)
+            try:
+                self.for_evaluation()
+            except ConfigError as error:
+                flag = "--packing-eval-max-seqlen-per-dp-cp-rank"
+                raise ConfigError(str(error).replace("--max-seqlen-per-dp-cp-rank", flag)) from None
 
     def _check_split(self) -> None:
         if self.overlong != "split":
@@ -163,7 +209,10 @@ _ALWAYS = (
         "--dataloader-type {value}: a step's samples must come from Megatron's own samplers. Use single or cyclic.",
         lambda value: value not in (None, "single", "cyclic"),
     ),
-    _refuse("full_validation", "--full-validation: not proven with packing. Set --eval-iters instead."),
+    _refuse(
+        "phase_transition_iterations",
+        "--phase-transition-iterations {value}: phases that begin their data anew are not proven. Drop the flag.",
+    ),
     _refuse(
         "perform_rl_step",
         "--perform-rl-step: RL has a packer of its own; packing cannot be combined with it. Drop one.",

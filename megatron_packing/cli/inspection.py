@@ -16,7 +16,7 @@ from megatron_packing.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_packing.mcore.data_flags import DataRun
-    from megatron_packing.mcore.look import DatasetRows
+    from megatron_packing.mcore.look import DataPath, DatasetRows
 
 _LONG_WORK = 5_000
 """Rows from which a progress bar is worth its place: about a second of tokenizing."""
@@ -105,7 +105,7 @@ def _help() -> str:
     return parser.format_help()
 
 
-def _rows_of(run: "DataRun", path: str | None) -> "DatasetRows":
+def _rows_of(run: "DataRun", data: "DataPath") -> "DatasetRows":
     from megatron_packing.mcore.dataset import VarlenDataset
     from megatron_packing.mcore.look import DatasetRows
 
@@ -114,7 +114,7 @@ def _rows_of(run: "DataRun", path: str | None) -> "DatasetRows":
             f"--packing-dataset {run.packing.dataset}: rows cannot be looked at one by one. Derive it from "
             "VarlenDataset or SFTDataset."
         )
-    return DatasetRows(run.dataset_class, run.config, path)
+    return DatasetRows(run.dataset_class, run.config, data)
 
 
 # --- whole files ----------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def _show_paths(run: "DataRun") -> None:
     surveyed: list[SurveyedPath] = []
     told = ""
     for data in data_paths(run.config):
-        rows = _rows_of(run, data.path)
+        rows = _rows_of(run, data)
         told = told or rows.dataset.encoder.describe()
         seen = _surveyed(rows, run.args.limit)
         surveyed.append(
@@ -168,7 +168,7 @@ def _show_row(run: "DataRun", row: int) -> None:
 
     before = 0
     for data in data_paths(run.config):
-        rows = _rows_of(run, data.path)
+        rows = _rows_of(run, data)
         if row < before + len(rows):
             show_row(rows, row - before, as_json=run.args.json)
             return

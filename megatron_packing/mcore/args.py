@@ -54,6 +54,11 @@ def add_data_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="your own subclass of VarlenDataset or SFTDataset",
     )
     add(
+        "--packing-shuffle",
+        action="store_true",
+        help="give training rows a new order in each epoch, drawn from --seed (default: the file's order)",
+    )
+    add(
         "--packing-overlong",
         choices=OVERLONG_POLICIES,
         default="error",
@@ -83,6 +88,26 @@ def add_data_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default="auto",
         metavar="NAME",
         help="how rows are understood; auto (default) decides row by row; module:name imports a schema of your own",
+    )
+    add(
+        "--packing-eval-scheduler",
+        type=str,
+        default=None,
+        metavar="NAME",
+        help="how validation and test are packed (default: as training)",
+    )
+    add(
+        "--packing-eval-max-seqlen-per-dp-cp-rank",
+        type=int,
+        default=None,
+        metavar="TOKENS",
+        help="capacity of a rank in evaluation, which keeps no activations (default: training's)",
+    )
+    add(
+        "--packing-eval-overlong",
+        choices=OVERLONG_POLICIES,
+        default=None,
+        help="a validation or test sample longer than --seq-length (default: as in training)",
     )
     return parser
 
@@ -157,8 +182,9 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
     """
     dataset = _dataset(args)
     scheduler = _scheduler(args)
-    if scheduler is not None:
-        check_scheduler(scheduler)
+    for name in (scheduler, args.packing_eval_scheduler):
+        if name is not None:
+            check_scheduler(name)
     attention = _attention(args, packed=scheduler is not None)
     check_megatron_flags(vars(args), packed=scheduler is not None, attention=attention)
     topology = topology_of(args, world)
@@ -169,6 +195,7 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         # Upstream's default, here in whole alignment units.
         capacity = topology.pad(args.seq_length) // topology.cp
     _check_chat_format(args)
+    _check_order(args)
     return PackingConfig(
         topology=topology,
         seq_length=args.seq_length,
@@ -177,6 +204,7 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         max_seqs=args.thd_max_packed_sequences,
         dataset=dataset,
         mock_config=args.varlen_mock_dataset_config_json,
+        shuffle=args.packing_shuffle,
         overlong=args.packing_overlong,
         bad_rows=args.packing_bad_rows,
         attention=attention,  # type: ignore[arg-type]
@@ -185,6 +213,11 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         schema=args.packing_schema,
         log_interval=args.packing_log_interval,
         data_timeout=args.packing_data_timeout,
+        order=args.dataloader_type or "single",
+        full_validation=args.full_validation,
+        eval_scheduler=args.packing_eval_scheduler,
+        eval_max_tokens_per_rank=args.packing_eval_max_seqlen_per_dp_cp_rank,
+        eval_overlong=args.packing_eval_overlong,
     )
 
 
@@ -198,6 +231,10 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
     if args.micro_batch_size is None:
         args.micro_batch_size = 1
         said.append("micro-batch size set to 1")
+    said += _warnings_of_order(args)
+    args.dataloader_type = "external"  # the provider hands over loaders of ours
+    if args.full_validation and not args.multiple_validation_sets:
+        args.full_validation = False  # Megatron's own fails with a single set; `supply` sets eval_iters instead
     args.create_attention_mask_in_dataloader = False  # causal within a sample; nothing to hand over
     if args.sft:
         args.sft = False  # Megatron would average evaluation by microbatch; our dataset is chosen already
@@ -317,6 +354,25 @@ def _attention(args: argparse.Namespace, *, packed: bool) -> str:
             f"--spec {' '.join(args.spec)} with --packing-attention sdpa: two layer specs. Drop one of them."
         )
     return str(wanted)
+
+
+def _check_order(args: argparse.Namespace) -> None:
+    if args.packing_shuffle and args.dataloader_type == "cyclic":
+        raise ConfigError(
+            "--packing-shuffle with --dataloader-type cyclic: two shuffles, one over the other. Drop --dataloader-type."
+        )
+
+
+def _warnings_of_order(args: argparse.Namespace) -> list[str]:
+    if args.dataloader_type != "cyclic":
+        return []
+    said = (
+        "--dataloader-type cyclic: Megatron shuffles all samples of the run at once, so that some rows come again "
+        "before others came once, and another --train-iters is another order"
+    )
+    if args.data_sharding:
+        said += "; on resuming with other data parallelism some samples come twice and others never"
+    return [f"WARNING: {said}. --packing-shuffle does neither"]
 
 
 def _check_chat_format(args: argparse.Namespace) -> None:

@@ -30,6 +30,7 @@ from megatron_packing.data import (
     split_conversations,
 )
 from megatron_packing.data.encode import NOT_BAD_ROWS
+from megatron_packing.data.order import shuffled_row
 from megatron_packing.errors import ConfigError, SampleError
 from megatron_packing.mcore.indexed import open_data
 from megatron_packing.mcore.tokenizer import MegatronTokenizer
@@ -41,8 +42,12 @@ class PackingDatasetConfig(GPTDatasetConfig):
 
     packing_overlong: str = "error"
     """What happens to a sample longer than `sequence_length`."""
+    packing_eval_overlong: str | None = None
+    """The same for validation and test; None: as in training."""
     packing_bad_rows: str = "error"
     """What happens to a row that cannot become a sample."""
+    packing_shuffle: bool = False
+    """Give training rows a new order in each epoch, from `random_seed`; else the file's order."""
     packing_chat_format: str = "auto"
     """How conversations become tokens; see `megatron_packing.data.chat`."""
     packing_train_on: str = "all-assistant"
@@ -80,7 +85,7 @@ class VarlenDataset(MegatronDataset):
         index_split: Split,
         config: GPTDatasetConfig,
     ) -> None:
-        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        super().__init__(dataset, dataset_path, _as_range(indices), num_samples, index_split, config)
         if num_samples and not len(indices):
             raise ConfigError(
                 f"{dataset_path}: --split gives the {index_split.name} split none of its {len(dataset)} rows, but "
@@ -107,19 +112,16 @@ class VarlenDataset(MegatronDataset):
         encoded = self.samples_of_row(row)
         return self._with_why(self._item(encoded), encoded, row)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Small, and the same for any number of rows: a run of indices travels as its two ends."""
-        first, rows = (int(self.indices[0]), len(self.indices)) if len(self.indices) else (0, 0)
-        is_run = np.array_equal(self.indices, np.arange(first, first + rows))
-        return {**self.__dict__, "indices": range(first, first + rows) if is_run else self.indices}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.indices = np.asarray(self.indices, dtype=np.int32)
-
     def row_of(self, idx: int) -> int:
-        """The source's row that sample `idx` is made of; past the last row, from the first again."""
-        return int(self.indices[idx % len(self.indices)])
+        """The source's row that sample `idx` is made of; past the last row of an epoch, the next epoch's first.
+
+        A function of the arguments and settings alone, so that every rank, worker and resumed run agrees.
+        """
+        rows = len(self.indices)
+        epoch, place = divmod(int(idx), rows)  # a blend counts in numpy's integers, which overflow
+        if self._shuffled:
+            place = shuffled_row(place, rows, seed=self.config.random_seed, epoch=epoch)
+        return int(self.indices[place])
 
     def convert(self, row: Any) -> Conversation | Document | TokenIds | np.ndarray:
         """What a row of the source says. Override for rows of your own kind.
@@ -184,7 +186,7 @@ class VarlenDataset(MegatronDataset):
     @cached_property
     def encoder(self) -> Encoder:
         """How this dataset's rows become tokens."""
-        return make_encoder(self._tokenizer, self.config)
+        return make_encoder(self._tokenizer, self.config, self.index_split)
 
     @property
     def alignment(self) -> int:
@@ -195,6 +197,12 @@ class VarlenDataset(MegatronDataset):
     @cached_property
     def _tokenizer(self) -> MegatronTokenizer:
         return MegatronTokenizer(self.config.tokenizer)
+
+    @property
+    def _shuffled(self) -> bool:
+        """Evaluation takes its rows as they stand: their order changes nothing there."""
+        wanted = isinstance(self.config, PackingDatasetConfig) and self.config.packing_shuffle
+        return wanted and self.index_split is Split.train
 
     @property
     def _padded_to_sequence_length(self) -> bool:
@@ -273,14 +281,24 @@ class MockVarlenDataset(VarlenDataset):
         )
 
 
-def make_encoder(tokenizer: MegatronTokenizer, config: GPTDatasetConfig) -> Encoder:
-    """The encoder that `config` asks for."""
+def _as_range(indices: np.ndarray) -> Any:
+    """Megatron's splits are rows in a row: two numbers, where an array would go to every worker with every row."""
+    if len(indices) and (np.diff(indices) == 1).all():
+        return range(int(indices[0]), int(indices[-1]) + 1)
+    return indices
+
+
+def make_encoder(tokenizer: MegatronTokenizer, config: GPTDatasetConfig, split: Split = Split.train) -> Encoder:
+    """The encoder that `config` asks for in a split."""
     if not isinstance(config, PackingDatasetConfig):
         return Encoder(tokenizer, config.sequence_length)
+    overlong = config.packing_overlong
+    if split is not Split.train and config.packing_eval_overlong is not None:
+        overlong = config.packing_eval_overlong
     return Encoder(
         tokenizer,
         config.sequence_length,
-        config.packing_overlong,
+        overlong,
         chat=config.packing_chat_format,
         train_on=config.packing_train_on,
         schema=config.packing_schema,
@@ -314,6 +332,11 @@ def _padded_item(encoded: TokenizedSample | Dropped, length: int, pad_id: int) -
     if isinstance(encoded, Dropped):  # a row without any target adds nothing to sum or count
         encoded = TokenizedSample(tokens=_no_ids(), labels=_no_ids(), loss_mask=np.zeros(0, dtype=np.float32))
     return _padded_fields(encoded, length, pad_id)
+
+
+def absent_row(length: int) -> dict[str, Tensor]:
+    """A row of the reference run without any target, where an evaluation has no row left."""
+    return _padded_item(Dropped("absent"), length, 0)
 
 
 def _padded_fields(sample: TokenizedSample, length: int, pad_id: int) -> dict[str, Tensor]:

@@ -38,10 +38,24 @@ class StepFeeder:
 
     def __init__(self, config: PackingConfig, chunks: list[nn.Module]) -> None:
         self._place = _find_place()
-        self._packer = _make_packer(config, chunks, self._place) if self._place.has_packs else None
+        self._packers: dict[bool, StepPacker] = {}
+        if self._place.has_packs:
+            self._packers = {
+                training: _make_packer(config if training else config.for_evaluation(), chunks, self._place)
+                for training in (True, False)
+            }
 
-    def feed(self, data_iterator: Iterator[Any] | None, count: int) -> FedStep:
+    def packer(self, *, training: bool) -> StepPacker | None:
+        """Counts what was dropped and truncated, on ranks that draw; None elsewhere."""
+        return self._packers.get(training)
+
+    def feed(self, data_iterator: Iterator[Any] | None, count: int, *, training: bool) -> FedStep:
         """Draw `count` items in each replica, and give this rank its share of every pack.
+
+        Args:
+            data_iterator: the rank's, if it draws.
+            count: items.
+            training: or else under the settings of evaluation.
 
         Raises:
             PackingError: on every rank, when any rank failed.
@@ -50,9 +64,10 @@ class StepFeeder:
         figures: StepFigures | None = None
         lost: LostInStep | None = None
         failure: Exception | None = None
-        if self._packer is not None:
+        packer = self.packer(training=training)
+        if packer is not None:
             try:
-                step = self._packer.pack(_given(data_iterator), count)
+                step = packer.pack(_given(data_iterator), count)
                 place = {"cp_size": self._place.cp_size, "cp_rank": self._place.cp_rank}
                 shares = [share_of_rank(batch, **place) for batch in step.batches]
                 figures, lost = step.figures, step.lost

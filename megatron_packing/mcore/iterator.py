@@ -18,7 +18,7 @@ from megatron_packing.comm.exchange import exchange_samples
 from megatron_packing.comm.failures import raise_if_any_failed
 from megatron_packing.comm.lengths import GatheredLengths, check_same, gather_lengths
 from megatron_packing.config import PackingConfig
-from megatron_packing.errors import PackingError, SampleError
+from megatron_packing.errors import PackingError
 from megatron_packing.mcore import peers
 from megatron_packing.mcore.lost import Lost, LostInStep, LostRows
 from megatron_packing.mcore.watch import ReadLimit
@@ -200,15 +200,11 @@ class StepPacker:
 
 
 def _as_raised(failure: Exception) -> PackingError:
-    """What every rank will say: a bad row's own message, where a loader's worker wrapped it in its traceback; of what
-    nobody foresaw, type and place. The traceback stays with it as its cause.
-    """
+    """What every rank will say; of what nobody foresaw, type and place. The traceback stays with it as its cause."""
     if isinstance(failure, PackingError):
         return failure
-    marker = f"{SampleError.__name__}: "
-    foreseen = marker in str(failure)
-    said = PackingError(str(failure).rsplit(marker, 1)[1].strip() if foreseen else peers.describe(failure))
-    said.__cause__ = None if foreseen else failure
+    said = PackingError(peers.describe(failure))
+    said.__cause__ = failure
     return said
 
 
@@ -220,7 +216,9 @@ class _Drawn:
         self.lost = Lost()
 
     def add(self, item: dict[str, Any]) -> None:
-        """Take in one item of the loader: a sample, a dropped row, or a row of several samples."""
+        """Take in one item of the loader: a sample, a dropped row, a row of several samples, or none (evaluation)."""
+        if "absent" in item:
+            return
         if not self.lost.add(item):
             self.samples += samples_of_row(item)
 

@@ -30,23 +30,27 @@ class DataPath:
     """As the user gave it; None for made-up data."""
     uses: tuple[str, ...] = ()
     """What it is read for, in words: its split where paths are given by split, and its weight in the blend."""
+    split: Split = Split.train
+    """Whose rules its rows must pass: training's, unless they are only evaluated."""
 
 
 def data_paths(config: PackingDatasetConfig) -> list[DataPath]:
     """Every data path of the run, once, in order; a single one without a path for made-up data."""
     if config.blend is not None:
-        blends = [("", config.blend)]
+        blends = [(Split.train, config.blend)]
     else:
-        names = [split.name for split in Split]
-        blends = [(name, blend) for name, blend in zip(names, config.blend_per_split or [], strict=False) if blend]
+        blends = [(split, blend) for split, blend in zip(Split, config.blend_per_split or [], strict=False) if blend]
     uses: dict[str, list[str]] = {}
-    for name, (paths, weights) in blends:
+    first_split: dict[str, Split] = {}
+    for split, (paths, weights) in blends:
+        name = "" if config.blend is not None else split.name
         for place, path in enumerate(paths):
             weight = f"weight {weights[place]:g}" if weights else ""
             uses.setdefault(path, []).append(" ".join(word for word in (name, weight) if word))
-    return [DataPath(path=path, uses=tuple(filter(None, words))) for path, words in uses.items()] or [
-        DataPath(path=None)
-    ]
+            first_split.setdefault(path, split)
+    return [
+        DataPath(path=path, uses=tuple(filter(None, words)), split=first_split[path]) for path, words in uses.items()
+    ] or [DataPath(path=None)]
 
 
 def rows_by_split(config: PackingDatasetConfig, data: DataPath, rows: int) -> dict[str, int]:
@@ -66,16 +70,16 @@ class DatasetRows:
     Args:
         dataset_class: the run's dataset.
         config: its settings.
-        path: the path, None for made-up data.
+        data: which path.
 
     Raises:
         PackingError: there is no such data.
     """
 
-    def __init__(self, dataset_class: type[VarlenDataset], config: PackingDatasetConfig, path: str | None) -> None:
-        source: LowLevelDataset = dataset_class.build_low_level_dataset(path, config)
-        self.path = "mock data" if path is None else path
-        self.dataset = dataset_class(source, path, np.arange(len(source)), None, Split.train, config)
+    def __init__(self, dataset_class: type[VarlenDataset], config: PackingDatasetConfig, data: DataPath) -> None:
+        source: LowLevelDataset = dataset_class.build_low_level_dataset(data.path, config)
+        self.path = "mock data" if data.path is None else data.path
+        self.dataset = dataset_class(source, data.path, np.arange(len(source)), None, data.split, config)
         self._source: Any = source
 
     def __len__(self) -> int:
@@ -160,7 +164,7 @@ def _look_together(
     parts: list[Survey] = []
     told = ""
     try:
-        rows = DatasetRows(dataset_class, config, data.path)
+        rows = DatasetRows(dataset_class, config, data)
         told = rows.dataset.encoder.describe()
         parts = _look(rows, most=most if rows.worth_reading else 0, rank=rank, ranks=ranks)
     except Exception as error:  # whatever a user's dataset raises must reach every rank

@@ -13,13 +13,15 @@ from megatron_packing.errors import ConfigError
 from megatron_packing.mcore import peers
 from megatron_packing.mcore.dataset import MockVarlenDataset, PackingDatasetConfig, SFTDataset, VarlenDataset
 from megatron_packing.mcore.look import check_sources, data_paths
+from megatron_packing.mcore.supply import check_requests, make_loaders
 
 
 def make_provider(config: PackingConfig) -> Callable[..., Any]:
-    """A dataset provider for `pretrain`: (train, valid, test), or Nones where a rank reads no data."""
+    """A dataset provider for `pretrain`: loaders for (train, valid, test), or Nones where a rank reads no data."""
 
     def provider(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+        from megatron.training import get_args
 
         if config.packed and vp_stage not in (None, 0):
             return None, None, None  # the first chunk's iterator feeds them all
@@ -28,12 +30,13 @@ def make_provider(config: PackingConfig) -> Callable[..., Any]:
         dataset_config = _config_of_this_run(config)
         _build_indexes(dataset_class, dataset_config)
         check_sources(dataset_class, dataset_config)
+        several = get_args().multiple_validation_sets
+        check_requests(config, dataset_config, num_samples, several=several)
+        asked = [num_samples[0], None, None] if config.full_validation else list(num_samples)
         datasets = BlendedMegatronDatasetBuilder(
-            dataset_class, num_samples, lambda: _reads_data(config, vp_stage), dataset_config
+            dataset_class, asked, lambda: _reads_data(config, vp_stage), dataset_config
         ).build()
-        # Megatron cannot load from an empty split (--eval-iters 0); where nothing is asked, there is none.
-        train, valid, test = (built if wanted else None for built, wanted in zip(datasets, num_samples, strict=True))
-        return train, valid, test
+        return make_loaders(config, datasets, num_samples)
 
     provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron: called on every rank
     return provider
@@ -114,7 +117,7 @@ def dataset_config_of(config: PackingConfig, args: argparse.Namespace, tokenizer
         blend_per_split=blend_per_split,
         split=args.split,
         multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
+        full_validation=config.full_validation,
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
@@ -127,7 +130,9 @@ def dataset_config_of(config: PackingConfig, args: argparse.Namespace, tokenizer
         data_parallel_size=config.topology.dp,
         sequence_parallel_size=config.topology.tp if config.topology.sequence_parallel else 0,
         packing_overlong=config.overlong,
+        packing_eval_overlong=config.eval_overlong,
         packing_bad_rows=config.bad_rows,
+        packing_shuffle=config.shuffle,
         packing_chat_format=config.chat_format,
         packing_train_on=config.train_on,
         packing_schema=config.schema,

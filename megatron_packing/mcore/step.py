@@ -46,7 +46,7 @@ class PackedStepRunner:
             chunks = model if isinstance(model, list) else [model]
             feeder = self._prepare(chunks)
             self._reporter.step_begins(training=not forward_only)
-            step = feeder.feed(data_iterator, num_microbatches)
+            step = feeder.feed(data_iterator, num_microbatches, training=not forward_only)
             iterators = [PackIterator(step.shares, current) for current in self._currents]
             losses = schedule(
                 data_iterator=iterators if isinstance(data_iterator, list) else iterators[0],

@@ -1,3 +1,4 @@
+import dataclasses
 import re
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -155,6 +156,32 @@ def test_a_capacity_below_one_alignment_unit_is_not_advised_to_be_zero() -> None
     assert "--max-seqlen-per-dp-cp-rank 4 (capacity 8)." in said
 
 
+def test_evaluation_takes_training_s_settings_where_it_has_none_of_its_own() -> None:
+    usual = PackingConfig(topology=CP2_TP2, seq_length=8, scheduler="first_fit", max_tokens_per_rank=8, overlong="drop")
+    assert usual.for_evaluation() == usual
+    own = dataclasses.replace(
+        usual, eval_scheduler="dp_balanced", eval_max_tokens_per_rank=16, eval_overlong="error"
+    ).for_evaluation()
+    assert (own.scheduler, own.max_tokens_per_rank, own.overlong) == ("dp_balanced", 16, "error")
+    assert own.for_evaluation() == own
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"eval_max_tokens_per_rank": 2}, "is 2, .*Set --packing-eval-max-seqlen-per-dp-cp-rank 4"),
+        ({"eval_max_tokens_per_rank": 0}, "--packing-eval-max-seqlen-per-dp-cp-rank 0"),
+        ({"eval_overlong": "shorten"}, "--packing-eval-overlong shorten"),
+        ({"scheduler": None, "eval_scheduler": "first_fit"}, "--packing-eval-scheduler first_fit"),
+        ({"scheduler": None, "eval_max_tokens_per_rank": 8}, "--packing-eval-max-seqlen-per-dp-cp-rank 8"),
+    ],
+)
+def test_settings_of_evaluation_that_cannot_work(changes: dict[str, Any], words: str) -> None:
+    usual: dict[str, Any] = {"topology": CP2_TP2, "seq_length": 8, "scheduler": "first_fit", "max_tokens_per_rank": 8}
+    with pytest.raises(ConfigError, match=words):
+        PackingConfig(**{**usual, **changes})
+
+
 # --- Megatron's settings --------------------------------------------------------------------------
 
 # What Megatron's parser gives for the settings that we look at, in an ordinary run.
@@ -164,7 +191,7 @@ ORDINARY: dict[str, Any] = {
     "eod_mask_loss": False,
     "fim_data": False,
     "dataloader_type": None,
-    "full_validation": False,
+    "phase_transition_iterations": None,
     "perform_rl_step": False,
     "micro_batch_size": 1,
     "eval_micro_batch_size": None,
@@ -201,7 +228,7 @@ ALWAYS = [
     ("eod_mask_loss", True, "--eod-mask-loss"),
     ("fim_data", True, "--fim-data"),
     ("dataloader_type", "external", "--dataloader-type external"),
-    ("full_validation", True, "--full-validation"),
+    ("phase_transition_iterations", "5,9", "--phase-transition-iterations 5,9"),
     ("perform_rl_step", True, "--perform-rl-step"),
 ]
 PACKED = [

@@ -73,6 +73,18 @@ def test_sft_is_taken_over_and_cleared(parser: argparse.ArgumentParser) -> None:
     assert (config.dataset, config.scheduler, parsed.sft) == ("sft", "dp_balanced", False)
 
 
+def test_megatrons_own_shuffle_is_warned_of(parser: argparse.ArgumentParser) -> None:
+    def warnings(flags: str) -> list[str]:
+        parsed = parser.parse_args(f"{LOCAL} --use-varlen-dataset {flags}".split())
+        return [line for line in packing_args.apply(packing_args.resolve(parsed), parsed) if "WARNING" in line]
+
+    assert warnings("") == warnings("--packing-shuffle") == []
+    (said,) = warnings("--dataloader-type cyclic")
+    assert "come again" in said
+    assert "other data parallelism" in said
+    assert "other data parallelism" not in warnings("--dataloader-type cyclic --no-data-sharding")[0]
+
+
 def test_sft_alone_is_megatrons_own(parser: argparse.ArgumentParser) -> None:
     assert not packing_args.wants_packing(parser.parse_args(["--sft"]))
 
@@ -94,6 +106,7 @@ def test_world_size_gives_data_parallelism(parser: argparse.ArgumentParser, monk
         ),
         (f"{TE} --use-varlen-dataset --packing-attention sdpa", "--packing-attention sdpa with --transformer-impl"),
         (f"{LOCAL} --use-varlen-dataset --packing-attention sdpa --spec a b", "two layer specs"),
+        (f"{LOCAL} --use-varlen-dataset --packing-shuffle --dataloader-type cyclic", "two shuffles"),
         ("--transformer-impl local --use-varlen-dataset", "--seq-length is missing"),
         (
             f"{LOCAL} --use-varlen-dataset --packing-chat-format plain --tokenizer-type NullTokenizer",

@@ -131,6 +131,29 @@ def test_rows_follow_file_order_and_wrap_around(tmp_path: Path) -> None:
     assert [dataset[i]["tokens"][0].item() for i in range(12)] == [10 + i % 5 for i in range(12)]
 
 
+def test_shuffled_epochs_hold_each_row_once_and_differ(tmp_path: Path) -> None:
+    rows = [{"text": f"{i} {i} {i}"} for i in range(10, 30)]
+    dataset = _dataset(tmp_path, rows, packing_shuffle=True)
+    order = [dataset[i]["tokens"][0].item() for i in range(60)]
+    epochs = [order[i : i + 20] for i in (0, 20, 40)]
+    assert all(sorted(epoch) == list(range(10, 30)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, list(range(10, 30))]}) == 4
+    assert [pickle.loads(pickle.dumps(dataset)).row_of(i) + 10 for i in range(60)] == order
+    other_seed = _dataset(tmp_path, rows, packing_shuffle=True, random_seed=2)
+    assert [other_seed.row_of(i) + 10 for i in range(20)] != epochs[0]
+    padded = _dataset(tmp_path, rows, packing_shuffle=True, varlen_sbhd_validation=True)
+    assert [padded[i]["tokens"][0].item() for i in range(60)] == order
+
+
+def test_only_training_rows_are_shuffled(tmp_path: Path) -> None:
+    dataset = _dataset(tmp_path, [{"text": f"{i} {i}"} for i in range(20)], packing_shuffle=True)
+    for split in (Split.valid, Split.test):
+        other = VarlenDataset(dataset.dataset, "rows", np.arange(5, 15), None, split, dataset.config)
+        assert [other.row_of(i) for i in range(10)] == list(range(5, 15))
+    part = VarlenDataset(dataset.dataset, "rows", np.arange(5, 15), None, Split.train, dataset.config)
+    assert sorted(part.row_of(i) for i in range(10)) == list(range(5, 15))
+
+
 def test_row_without_targets_leaves_with_its_reason(tmp_path: Path) -> None:
     dataset = _dataset(tmp_path, [_chat("1 2", None), {"text": ""}, {"text": "1 2"}])
     assert dataset[0]["dropped"] == "no_targets"
@@ -206,10 +229,17 @@ def test_empty_split_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 def test_dataset_pickles_without_its_rows(tmp_path: Path) -> None:
-    dataset = _dataset(tmp_path, [{"text": "1 2 3"}] * 1000)
-    dataset[0]
-    copy = pickle.loads(pickle.dumps(dataset))
-    assert copy[3]["tokens"].tolist() == [1, 2, 3]
+    """D7: what each worker is given does not grow with the file."""
+    sizes = []
+    for rows in (10, 1000):
+        dataset = _dataset(tmp_path, [{"text": "1 2 3"}] * rows)
+        dataset[0]
+        pickled = pickle.dumps(dataset)
+        assert pickle.loads(pickled)[3]["tokens"].tolist() == [1, 2, 3]
+        sizes.append(len(pickled))
+    assert sizes[1] - sizes[0] < 20
+    some = VarlenDataset(dataset.dataset, "rows", np.array([5, 7, 6]), None, Split.train, dataset.config)
+    assert [some.row_of(i) for i in range(4)] == [5, 7, 6, 5]
 
 
 SFT_ROW = {
