@@ -53,6 +53,8 @@ class PackingConfig:
     """Which assistant turns are learned."""
     schema: str = "auto"
     """How rows are understood; looked up once the data modules are imported, as it may be a user's own."""
+    token_cache: str | None = None
+    """Folder that keeps tokenized rows from run to run; None: none is kept."""
     log_interval: int = 1
     """Steps between two lines of packing figures."""
     data_timeout: float = 300.0

@@ -90,6 +90,13 @@ def add_data_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="how rows are understood; auto (default) decides row by row; module:name imports a schema of your own",
     )
     add(
+        "--packing-token-cache",
+        type=str,
+        default=None,
+        metavar="FOLDER",
+        help="keep tokenized rows there, 9 bytes a token, and read them in later runs; all ranks must share it",
+    )
+    add(
         "--packing-eval-scheduler",
         type=str,
         default=None,
@@ -211,6 +218,7 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         chat_format=args.packing_chat_format,
         train_on=args.packing_train_on,
         schema=args.packing_schema,
+        token_cache=args.packing_token_cache,
         log_interval=args.packing_log_interval,
         data_timeout=args.packing_data_timeout,
         order=args.dataloader_type or "single",

@@ -4,10 +4,14 @@ Subclass one of the three for a corpus of your own and name it with `--packing-d
 override `build_low_level_dataset` for another kind of file, `convert` for another kind of row.
 """
 
+import contextlib
 import dataclasses
+import hashlib
+import inspect
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +35,7 @@ from megatron_packing.data import (
 )
 from megatron_packing.data.encode import NOT_BAD_ROWS
 from megatron_packing.data.order import shuffled_row
+from megatron_packing.data.token_cache import TokenCache, open_cache
 from megatron_packing.errors import ConfigError, SampleError
 from megatron_packing.mcore.indexed import open_data
 from megatron_packing.mcore.tokenizer import MegatronTokenizer
@@ -54,6 +59,8 @@ class PackingDatasetConfig(GPTDatasetConfig):
     """Which assistant turns are learned."""
     packing_schema: str = "auto"
     """How rows are understood."""
+    packing_token_cache: str | None = None
+    """Folder that keeps tokenized rows; None: rows are tokenized as they are drawn."""
     varlen_sbhd_validation: bool = False
     """Pad every sample to `sequence_length`: the reference run."""
     varlen_mock_dataset_config_json: str | None = None
@@ -141,6 +148,10 @@ class VarlenDataset(MegatronDataset):
         return self.encoder.encode(self.convert(record), *self._origin(record, row))
 
     def samples_of_row(self, row: int) -> list[TokenizedSample] | Dropped:
+        """The samples of a row: from `--packing-token-cache` where there is one, else encoded."""
+        return self.encode_row(row) if self._token_cache is None else self._token_cache[row]
+
+    def encode_row(self, row: int) -> list[TokenizedSample] | Dropped:
         """`encode`, with rows at fault dropped where `--packing-bad-rows skip` says so."""
         try:
             return self.encode(self.dataset[row], row)
@@ -187,6 +198,29 @@ class VarlenDataset(MegatronDataset):
     def encoder(self) -> Encoder:
         """How this dataset's rows become tokens."""
         return make_encoder(self._tokenizer, self.config, self.index_split)
+
+    @cached_property
+    def cache_key(self) -> str:
+        """32 hexadecimal digits over all that the samples of a row depend on; equal in every process.
+
+        Of a class of your own its file is part of it, but not what that imports: delete the cache after such a change.
+
+        Raises:
+            ConfigError: the source does not say what it depends on.
+        """
+        if not hasattr(self.dataset, "fingerprint"):
+            raise ConfigError(
+                f"--packing-token-cache with a source of your own ({type(self.dataset).__name__}): give it a property "
+                "fingerprint, a text that changes with its rows, or leave the flag out."
+            )
+        skip = isinstance(self.config, PackingDatasetConfig) and self.config.packing_bad_rows == "skip"
+        depends_on = [self.dataset.fingerprint, self.encoder.fingerprint, str(skip), *_code_of(type(self))]
+        return hashlib.sha256("\n".join(depends_on).encode()).hexdigest()[:32]
+
+    @cached_property
+    def _token_cache(self) -> TokenCache | None:
+        folder = self.config.packing_token_cache if isinstance(self.config, PackingDatasetConfig) else None
+        return None if folder is None else open_cache(folder, self.cache_key)
 
     @property
     def alignment(self) -> int:
@@ -279,6 +313,17 @@ class MockVarlenDataset(VarlenDataset):
             eos_id=tokenizer.eos_id,
             seed=config.random_seed,
         )
+
+
+def _code_of(dataset_class: type) -> list[str]:
+    """Names of the class and its bases, with the content of the files of a user's own."""
+    code = []
+    for base in dataset_class.__mro__:
+        code.append(f"{base.__module__}.{base.__qualname__}")
+        if base.__module__.split(".")[0] not in ("megatron_packing", "megatron", "torch", "typing", "builtins", "abc"):
+            with contextlib.suppress(OSError, TypeError):  # defined at a prompt: there is no file
+                code.append(hashlib.sha256(Path(inspect.getfile(base)).read_bytes()).hexdigest())
+    return code
 
 
 def _as_range(indices: np.ndarray) -> Any:

@@ -14,6 +14,7 @@ from megatron_packing.mcore import peers
 from megatron_packing.mcore.dataset import MockVarlenDataset, PackingDatasetConfig, SFTDataset, VarlenDataset
 from megatron_packing.mcore.look import check_sources, data_paths
 from megatron_packing.mcore.supply import check_requests, make_loaders
+from megatron_packing.mcore.token_caches import build_token_caches
 
 
 def make_provider(config: PackingConfig) -> Callable[..., Any]:
@@ -30,6 +31,7 @@ def make_provider(config: PackingConfig) -> Callable[..., Any]:
         dataset_config = _config_of_this_run(config)
         _build_indexes(dataset_class, dataset_config)
         check_sources(dataset_class, dataset_config)
+        build_token_caches(dataset_class, dataset_config)
         several = get_args().multiple_validation_sets
         check_requests(config, dataset_config, num_samples, several=several)
         asked = [num_samples[0], None, None] if config.full_validation else list(num_samples)
@@ -136,6 +138,7 @@ def dataset_config_of(config: PackingConfig, args: argparse.Namespace, tokenizer
         packing_chat_format=config.chat_format,
         packing_train_on=config.train_on,
         packing_schema=config.schema,
+        packing_token_cache=config.token_cache,
         varlen_sbhd_validation=not config.packed,
         varlen_mock_dataset_config_json=config.mock_config,
     )
