@@ -155,8 +155,11 @@ def _surveyed(rows: "DatasetRows", limit: int | None) -> Any:
 
     looked_at = range(min(len(rows), limit or (len(rows) if rows.worth_reading else _MOCK_ROWS)))
     with progress_bar(wanted=len(looked_at) >= _LONG_WORK) as progress:
-        task = progress.add_task("tokenizing", total=len(looked_at))
-        return survey(rows, encode=looked_at, watch=lambda: progress.advance(task))
+        task = progress.add_task(f"tokenizing {rows.path}", total=len(looked_at))
+        try:
+            return survey(rows, encode=looked_at, watch=lambda: progress.advance(task))
+        except Exception as error:  # whatever a user's dataset raises
+            raise rows.named(error) from error
 
 
 # --- one row --------------------------------------------------------------------------------------
