@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from inspect import getdoc
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -95,7 +96,7 @@ def _help() -> str:
     parser = argparse.ArgumentParser(
         prog="megatron-packing inspect",
         usage="megatron-packing inspect --data PATH --tokenizer NAME --seq-length N [flags]",
-        description=inspect.__doc__,
+        description=getdoc(inspect),
         epilog=_MEGATRONS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
