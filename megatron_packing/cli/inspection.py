@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from inspect import getdoc
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -95,7 +96,7 @@ def _help() -> str:
     parser = argparse.ArgumentParser(
         prog="megatron-packing inspect",
         usage="megatron-packing inspect --data PATH --tokenizer NAME --seq-length N [flags]",
-        description=inspect.__doc__,
+        description=getdoc(inspect),
         epilog=_MEGATRONS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
@@ -155,8 +156,11 @@ def _surveyed(rows: "DatasetRows", limit: int | None) -> Any:
 
     looked_at = range(min(len(rows), limit or (len(rows) if rows.worth_reading else _MOCK_ROWS)))
     with progress_bar(wanted=len(looked_at) >= _LONG_WORK) as progress:
-        task = progress.add_task("tokenizing", total=len(looked_at))
-        return survey(rows, encode=looked_at, watch=lambda: progress.advance(task))
+        task = progress.add_task(f"tokenizing {rows.path}", total=len(looked_at))
+        try:
+            return survey(rows, encode=looked_at, watch=lambda: progress.advance(task))
+        except Exception as error:  # whatever a user's dataset raises
+            raise rows.named(error) from error
 
 
 # --- one row --------------------------------------------------------------------------------------

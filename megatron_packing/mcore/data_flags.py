@@ -90,6 +90,7 @@ def _quietly() -> Iterator[None]:
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         logging.getLogger("megatron").setLevel(logging.WARNING)  # its settings, some of which mean nothing here
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # says that there is no GPU
         yield
 
 

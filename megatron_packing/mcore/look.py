@@ -4,6 +4,7 @@ A rank that looks at a part tells the others what it found, so that all of them 
 summary or the first bad row in the order of the file.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from megatron_packing.data import Dropped, Record, Survey, TokenizedSample, surv
 from megatron_packing.data.progress import progress_bar
 from megatron_packing.data.survey import READ_ROWS, READ_ROWS_OF_RUN, describe_losses, merged, share_of_rows
 from megatron_packing.errors import PackingError
+from megatron_packing.mcore import peers
 from megatron_packing.mcore.dataset import MockVarlenDataset, PackingDatasetConfig, VarlenDataset
 
 _LONG_WORK = 20_000
@@ -28,29 +30,27 @@ class DataPath:
 
     path: str | None
     """As the user gave it; None for made-up data."""
+    split: Split = Split.train
+    """The split whose rules its rows must pass: training's, unless they are only evaluated."""
     uses: tuple[str, ...] = ()
     """What it is read for, in words: its split where paths are given by split, and its weight in the blend."""
-    split: Split = Split.train
-    """Whose rules its rows must pass: training's, unless they are only evaluated."""
 
 
 def data_paths(config: PackingDatasetConfig) -> list[DataPath]:
     """Every data path of the run, once, in order; a single one without a path for made-up data."""
     if config.blend is not None:
-        blends = [(Split.train, config.blend)]
+        blends = [(Split.train, "", config.blend)]
     else:
-        blends = [(split, blend) for split, blend in zip(Split, config.blend_per_split or [], strict=False) if blend]
-    uses: dict[str, list[str]] = {}
-    first_split: dict[str, Split] = {}
-    for split, (paths, weights) in blends:
-        name = "" if config.blend is not None else split.name
+        by_split = zip(Split, config.blend_per_split or [], strict=False)
+        blends = [(split, split.name, blend) for split, blend in by_split if blend]
+    found: dict[str, DataPath] = {}
+    for split, name, (paths, weights) in blends:
         for place, path in enumerate(paths):
             weight = f"weight {weights[place]:g}" if weights else ""
-            uses.setdefault(path, []).append(" ".join(word for word in (name, weight) if word))
-            first_split.setdefault(path, split)
-    return [
-        DataPath(path=path, uses=tuple(filter(None, words)), split=first_split[path]) for path, words in uses.items()
-    ] or [DataPath(path=None)]
+            use = " ".join(word for word in (name, weight) if word)
+            known = found.setdefault(path, DataPath(path=path, split=split))
+            found[path] = dataclasses.replace(known, uses=(*known.uses, use) if use else known.uses)
+    return list(found.values()) or [DataPath(path=None)]
 
 
 def rows_by_split(config: PackingDatasetConfig, data: DataPath, rows: int) -> dict[str, int]:
@@ -70,7 +70,7 @@ class DatasetRows:
     Args:
         dataset_class: the run's dataset.
         config: its settings.
-        data: which path.
+        data: the path.
 
     Raises:
         PackingError: there is no such data.
@@ -80,6 +80,8 @@ class DatasetRows:
         source: LowLevelDataset = dataset_class.build_low_level_dataset(data.path, config)
         self.path = "mock data" if data.path is None else data.path
         self.dataset = dataset_class(source, data.path, np.arange(len(source)), None, data.split, config)
+        self.current = 0
+        """The row read last."""
         self._source: Any = source
 
     def __len__(self) -> int:
@@ -87,6 +89,7 @@ class DatasetRows:
 
     def read(self, row: int) -> Any:
         """See `megatron_packing.data.survey.Rows`; so the others."""
+        self.current = row
         return self._source[row]
 
     def understand(self, record: Any) -> object:
@@ -100,6 +103,14 @@ class DatasetRows:
     def place(self, record: Any, row: int) -> str:
         """A row's file and line."""
         return f"{record.path}:{record.line}" if isinstance(record, Record) else f"{self.path}:{row + 1}"
+
+    def named(self, error: Exception) -> PackingError:
+        """`error`, raised over the row read last; where nobody foresaw it, with the row's number."""
+        if isinstance(error, PackingError):
+            return error
+        said = PackingError(f"row {self.current + 1} of {self.path}: {peers.describe(error)}")
+        said.__cause__ = error
+        return said
 
     @property
     def worth_reading(self) -> bool:
@@ -160,6 +171,7 @@ def _look_together(
     from megatron_packing.comm.texts import all_gather_texts
 
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    rows: DatasetRows | None = None
     failure: Exception | None = None
     parts: list[Survey] = []
     told = ""
@@ -168,7 +180,7 @@ def _look_together(
         told = rows.dataset.encoder.describe()
         parts = _look(rows, most=most if rows.worth_reading else 0, rank=rank, ranks=ranks)
     except Exception as error:  # whatever a user's dataset raises must reach every rank
-        failure = error
+        failure = error if rows is None else rows.named(error)
     raise_if_any_failed(failure, group=group, device=device)
     encoded, read = (
         [Survey.from_json(text) for text in all_gather_texts(part.to_json(), group=group, device=device)]

@@ -146,10 +146,10 @@ class LossReporter:
             print(f"megatron_packing: a row was {befell}: {why}", flush=True)
 
     def write_totals(self) -> None:
-        """One line by reason, where anything was lost since the last one."""
-        total = self._training.total()
-        if total > self._written:
-            self._written = total
+        """One line by reason, where rows were dropped since the last one; cut ones are in the packing line as well."""
+        dropped = self._training.total() - self._training[TRUNCATED]
+        if dropped > self._written:
+            self._written = dropped
             counts = " | ".join(f"{reason}: {count:,}" for reason, count in sorted(self._training.items()))
             print(f" packing, rows lost or cut since the start | {counts} |", flush=True)
 

@@ -146,6 +146,22 @@ def test_skipped_rows_are_told_by_reason_with_their_first_three(runner: Runner, 
     assert f"{path}:9002" not in run.log
 
 
+def _see_files_of_different_size() -> None:
+    import torch.distributed as dist
+
+    from megatron_packing.errors import PackingError
+    from megatron_packing.mcore.look import survey_sources
+    from tests.runs.datasets import UnevenRows
+    from tests.torch.test_dataset import _config
+
+    with pytest.raises(PackingError, match="stale has 5, 6 rows, depending on the rank"):
+        list(survey_sources(UnevenRows, _config(blend=(["stale"], None)), group=dist.group.WORLD))
+
+
+def test_ranks_that_see_different_files_do_not_start(runner: Runner) -> None:
+    runner.call(_see_files_of_different_size, ranks=2)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_rotten_file(workers: int, runner: Runner, tmp_path: Path) -> None:
     """D5 and D6: two passes over 4 good rows, 3 rotten ones and 3 with nothing to learn."""

@@ -169,6 +169,13 @@ def test_a_dataset_of_the_users_own(tmp_path: Path) -> None:
     assert (report["samples"], report["tokens"], report["skipped"]) == (1, 2, {"no_targets": 1})
 
 
+def test_what_nobody_foresaw_in_a_dataset_names_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"ids": [1, 2, 3]}\n{"no": "ids"}\n')
+    said = refused("--data", path, *NULL, *LIMIT, "--packing-dataset", "tests.runs.datasets:GivenIds")
+    assert f"row 2 of {path}: KeyError: 'ids'" in said
+
+
 def test_made_up_data(tmp_path: Path) -> None:
     lengths = json.dumps({"mode": "lengths", "lengths": [3, 8, 5]})
     report = inspected("--mock-data", "--varlen-mock-dataset-config-json", lengths, *NULL, *LIMIT)

@@ -13,7 +13,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers import MegatronTokenizer
 
 from megatron_packing import MockVarlenDataset, SFTDataset, VarlenDataset
-from megatron_packing.errors import ConfigError, SampleError
+from megatron_packing.errors import ConfigError, PackingError, SampleError
 from megatron_packing.mcore.dataset import PackingDatasetConfig
 from megatron_packing.mcore.iterator import samples_of_row
 from megatron_packing.mcore.look import survey_sources
@@ -305,6 +305,17 @@ def test_survey_goes_through_the_users_own_conversion(tmp_path: Path) -> None:
     assert any("1 samples, 3 tokens, 3 targets" in line for line in lines)
     with pytest.raises(SampleError, match="ids"):
         list(survey_sources(VarlenDataset, _config(blend=([str(path)], None))))
+
+
+def test_what_nobody_foresaw_names_its_row(tmp_path: Path) -> None:
+    class Faulty(VarlenDataset):
+        def convert(self, row: Any) -> Any:
+            return np.array([1, 1 // (row.line - 2), EOS])
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}\n" * 3)
+    with pytest.raises(PackingError, match=r"row 2 of .*rows\.jsonl: ZeroDivisionError: .*test_dataset\.py"):
+        list(survey_sources(Faulty, _config(blend=([str(path)], None))))
 
 
 def test_own_class_is_found_or_refused() -> None:
