@@ -94,19 +94,22 @@ ANYTHING = st.recursive(
 )
 PART = st.fixed_dictionaries({"type": st.sampled_from(["text", "output_text"]), "text": TEXT}) | TEXT
 CALL = st.fixed_dictionaries({"name": st.just("f"), "arguments": st.dictionaries(TEXT, TEXT, max_size=2)})
-CONTENT = TEXT | st.none() | st.lists(PART, max_size=2) | CALL.map(json.dumps)
+CONTENT = TEXT | st.none() | st.lists(PART, max_size=3) | st.tuples(PART, PART).map(list) | CALL.map(json.dumps)
 ROLES = st.sampled_from(["system", "user", "assistant", "tool", "human", "gpt", "function_call", "observation"])
 MORE = {"weight": st.sampled_from([0, 1, True]), "tool_calls": st.lists(CALL, max_size=1), "name": TEXT}
 TURN = st.fixed_dictionaries({"role": ROLES, "content": CONTENT}, optional=MORE) | st.fixed_dictionaries(
     {"from": ROLES, "value": CONTENT}
 )
 TURNS = st.lists(TURN, max_size=4)
+SAID = {"role": st.just("assistant"), "content": st.sampled_from(["z", " z\n", ["z", {"type": "text", "text": "z "}]])}
+ANSWERED = st.tuples(st.lists(TURN, max_size=3), st.fixed_dictionaries(SAID)).map(lambda both: [*both[0], both[1]])
 LONG_TEXT = st.fixed_dictionaries({"text": st.lists(TEXT, min_size=4, max_size=8).map("".join)})
 IDS = st.lists(st.integers(0, 260), max_size=6)
 ROW = st.one_of(
-    st.fixed_dictionaries({"messages": TURNS}, optional={"tools": st.lists(CALL, max_size=1), "system": TEXT}),
-    st.fixed_dictionaries({"conversations": TURNS}),
-    st.fixed_dictionaries({"prompt": TURNS, "completion": TURNS}),
+    st.fixed_dictionaries({"messages": ANSWERED}, optional={"tools": st.lists(CALL, max_size=1), "system": TEXT}),
+    st.fixed_dictionaries({"messages": ANSWERED}),
+    st.fixed_dictionaries({"conversations": TURNS | ANSWERED}),
+    st.fixed_dictionaries({"prompt": TURNS, "completion": ANSWERED}),
     st.fixed_dictionaries({"prompt": TEXT, "completion": TEXT}),
     st.fixed_dictionaries({"instruction": TEXT, "output": TEXT | st.none()}, optional={"input": TEXT, "system": TEXT}),
     st.fixed_dictionaries({"text": TEXT}),
@@ -248,7 +251,9 @@ def test_rows_of_any_json(file: Any, row: Any, train_on: str, cut: bytes) -> Non
 
 @FUZZ
 @given(
-    row=spoilt(), seq_length=st.integers(1, 12), policy=st.sampled_from(["drop", "truncate", "truncate-left", "split"])
+    row=spoilt() | LONG_TEXT,
+    seq_length=st.integers(1, 12),
+    policy=st.sampled_from(["drop", "truncate", "truncate-left", "split"]),
 )
 def test_what_a_policy_leaves_is_part_of_the_whole(file: Any, row: Any, seq_length: int, policy: str) -> None:
     source = open_source(file(_line(row) + b"\n"))
