@@ -33,7 +33,7 @@ class PackingConfig:
     max_seqs: int | None = None
     """Most samples in one pack; None: no limit."""
     dataset: str = "varlen"
-    """varlen, sft, mock, or module:Class of a user's own dataset."""
+    """varlen, sft, mock, preference, or module:Class of a user's own dataset."""
     mock_config: str | None = None
     """Inline JSON or a path: how the mock dataset draws its lengths."""
     order: Literal["single", "cyclic"] = "single"
@@ -106,6 +106,33 @@ class PackingConfig:
             self._check_capacity()
             self._check_attention()
         self._check_evaluation()
+        self.check_together(samples_kept_together(self.dataset))
+
+    def check_together(self, samples: int) -> None:
+        """Refuse settings under which the samples of a row that must share a pack might not fit in one.
+
+        Args:
+            samples: of a row; a dataset's `kept_together`.
+        """
+        if samples == 1:
+            return
+        if not self.packed:
+            raise ConfigError(
+                f"--varlen-sbhd-validation: a row of --packing-dataset {self.dataset} makes {samples} samples, which "
+                "cannot be one padded row. Drop the flag."
+            )
+        if self.max_seqs is not None and self.max_seqs < samples:
+            raise ConfigError(
+                f"--thd-max-packed-sequences {self.max_seqs}: {samples} samples of a row must share a pack. Raise it "
+                f"to at least {samples}."
+            )
+        longest = samples * self.topology.pad(self.seq_length)
+        if self.capacity < longest:
+            raise ConfigError(
+                f"--max-seqlen-per-dp-cp-rank {self.max_tokens_per_rank}: a pack holds {self.capacity} tokens, but "
+                f"{samples} samples of a row must share it and may have {longest} together. Raise it to at least "
+                f"{-(-longest // self.topology.cp)} or lower --seq-length."
+            )
 
     def _check_evaluation(self) -> None:
         given = {
@@ -163,6 +190,11 @@ class PackingConfig:
                 "--packing-attention stock: Megatron's local DotProductAttention has no notion of boundaries and would "
                 "let samples see each other. Use auto, sdpa or te."
             )
+
+
+def samples_kept_together(dataset: str) -> int:
+    """Samples of a row that must share a pack, of our own datasets; a user's own says so once it is imported."""
+    return 2 if dataset == "preference" else 1
 
 
 def _check_choice(flag: str, value: str, known: tuple[str, ...]) -> None:

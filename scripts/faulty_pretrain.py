@@ -190,7 +190,7 @@ def terminate_job(fault: Fault) -> None:
 
 
 def in_save(act: Callable[[Fault], threading.Thread | None]) -> Callable[[Fault], None]:
-    """Do `act` as the first checkpoint at or after the step begins; if it takes its time, wait for it after the save."""
+    """Do `act` as the first checkpoint at or after the step begins; what goes on after it is waited for."""
 
     def install(fault: Fault) -> None:
         save = checkpointing.save_checkpoint

@@ -4,6 +4,7 @@ Needs neither torch nor Megatron; the tokenizer is handed in.
 """
 
 from megatron_packing.data.encode import OVERLONG, Dropped, Encoder, TokenizedSample
+from megatron_packing.data.preferences import Pair, convert_pair
 from megatron_packing.data.schemas import (
     Conversation,
     Document,
@@ -28,6 +29,7 @@ __all__ = [
     "JsonlSource",
     "Message",
     "MockSource",
+    "Pair",
     "Record",
     "Rows",
     "Source",
@@ -36,6 +38,7 @@ __all__ = [
     "TokenizedSample",
     "Tokenizer",
     "convert",
+    "convert_pair",
     "open_source",
     "register_schema",
     "split_conversations",

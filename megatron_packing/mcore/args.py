@@ -16,6 +16,7 @@ from megatron_packing.config import (
     TRAIN_ON,
     PackingConfig,
     check_megatron_flags,
+    samples_kept_together,
 )
 from megatron_packing.errors import ConfigError
 from megatron_packing.schedule import check_scheduler
@@ -50,8 +51,8 @@ def add_data_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--packing-dataset",
         type=str,
         default=None,
-        metavar="MODULE:CLASS",
-        help="your own subclass of VarlenDataset or SFTDataset",
+        metavar="NAME",
+        help="preference (pairs of answers, for a loss of your own), or module:Class of your own subclass of a dataset",
     )
     add(
         "--packing-shuffle",
@@ -200,7 +201,7 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
     capacity = args.max_seqlen_per_dp_cp_rank
     if capacity is None:
         # Upstream's default, here in whole alignment units.
-        capacity = topology.pad(args.seq_length) // topology.cp
+        capacity = samples_kept_together(dataset) * topology.pad(args.seq_length) // topology.cp
     _check_chat_format(args)
     _check_order(args)
     return PackingConfig(

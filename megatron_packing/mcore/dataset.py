@@ -27,10 +27,12 @@ from megatron_packing.data import (
     Dropped,
     Encoder,
     MockSource,
+    Pair,
     Record,
     TokenIds,
     TokenizedSample,
     convert,
+    convert_pair,
     split_conversations,
 )
 from megatron_packing.data.encode import NOT_BAD_ROWS
@@ -82,6 +84,9 @@ class VarlenDataset(MegatronDataset):
     one after the other, unpadded: the four fields of shape [sum of lengths], positions restarting in each piece,
     `cu_seqlens` (int32 [pieces + 1]) and `max_seqlen` (int32 [], the longest piece) in place of the two lengths.
     """
+
+    kept_together = 1
+    """Samples of one row that must share a pack."""
 
     def __init__(
         self,
@@ -296,6 +301,46 @@ class SFTDataset(VarlenDataset):
                 reason="overlong",
             )
         return _cut_to(samples, limit)
+
+
+class PreferenceDataset(VarlenDataset):
+    """Pairs: a chosen and a rejected answer to one conversation, in one pack, for a loss of your own.
+
+    A row is understood by `megatron_packing.data.convert_pair`; only the answers are targets. One row is one consumed
+    sample. An item holds `together`: two items of `VarlenDataset`, the chosen answer's first, which the packer does not
+    part: they become neighbouring samples of one pack (see `megatron_packing.pair_log_probs`). A pair of which one side
+    makes no sample is dropped whole.
+    """
+
+    kept_together = 2
+
+    def convert(self, row: Any) -> Pair:
+        """The two conversations of a row. Override for rows of your own kind."""
+        return convert_pair(row)
+
+    def encode(self, record: Any, row: int) -> list[TokenizedSample] | Dropped:
+        """The chosen and the rejected sample; or why there is no pair.
+
+        Raises:
+            SampleError: either of them, or a setting, is at fault.
+        """
+        pair = self.convert(record)
+        samples: list[TokenizedSample] = []
+        for name, side in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            try:
+                encoded = self.encoder.encode(side, *self._origin(record, row))
+            except SampleError as error:
+                raise SampleError(error.path, error.line, f"{name}: {error.why}", reason=error.reason) from error
+            if isinstance(encoded, Dropped):
+                return encoded
+            samples += encoded  # one: a chat is never split
+        return samples
+
+    def _item(self, encoded: list[TokenizedSample] | Dropped) -> dict[str, Any]:
+        if isinstance(encoded, Dropped):
+            return super()._item(encoded)
+        item = {"together": [VarlenDataset._item(self, [sample]) for sample in encoded]}
+        return {**item, "truncated": True} if any(sample.truncated for sample in encoded) else item
 
 
 class MockVarlenDataset(VarlenDataset):

@@ -22,8 +22,11 @@ from megatron_packing.errors import PackingError
 from megatron_packing.mcore import peers
 from megatron_packing.mcore.lost import Lost, LostInStep, LostRows
 from megatron_packing.mcore.watch import ReadLimit
-from megatron_packing.schedule import Plan, make_plan
+from megatron_packing.schedule import Pack, Plan, make_plan
 from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, dummy_pack
+
+type Units = tuple[tuple[int, ...], ...]
+"""Ids of the samples that must share a pack; see `GatheredLengths.units`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +107,14 @@ class StepPacker:
             [sample.targets for sample in drawn.samples],
             limit=count,
             **self._ranks,
+            joined=drawn.joined,
             counters=self._lost.counters(drawn.lost),
             failure=failure,
         )
         gathered_ms = _ms_since(started)
         lost = self._lost.share(drawn.lost, gathered.counters)
-        plan, plan_ms, plan_failure = self._plan(gathered)
+        units = gathered.units()
+        plan, plan_ms, plan_failure = self._plan(gathered, units)
         started = time.perf_counter()
         check_same(
             plan.digest() if plan else 0,
@@ -119,7 +124,7 @@ class StepPacker:
             failure=plan_failure,
         )
         assert plan is not None
-        batches = self._exchange(drawn.samples, plan, gathered)
+        batches = self._exchange(drawn.samples, plan, gathered, units)
         exchange_ms = gathered_ms + _ms_since(started)
         figures = self._figures(plan, gathered, lost, plan_ms, exchange_ms)
         return PackedStep(batches=batches, figures=figures, lost=lost)
@@ -135,16 +140,26 @@ class StepPacker:
             return _Drawn(), _as_raised(failure)
         return drawn, None
 
-    def _plan(self, gathered: GatheredLengths) -> tuple[Plan | None, float, Exception | None]:
+    def _plan(self, gathered: GatheredLengths, units: Units) -> tuple[Plan | None, float, Exception | None]:
+        """A plan of `units`, each of which is a sample to the planner, as long as its padded samples together."""
         started = time.perf_counter()
         plan, failure = None, None
+        pad, most = self._config.topology.pad, max(map(len, units), default=1)
         try:
+            if self._config.max_seqs is not None and self._config.max_seqs < most:
+                raise PackingError(
+                    f"--thd-max-packed-sequences {self._config.max_seqs}: {most} samples of one row must share a pack. "
+                    f"Raise it to at least {most}."
+                )
             plan = make_plan(
-                gathered.lengths,
+                [
+                    gathered.lengths[unit[0]] if len(unit) == 1 else sum(pad(gathered.lengths[i]) for i in unit)
+                    for unit in units
+                ],
                 scheduler=self._config.scheduler or "",
                 topology=self._config.topology,
                 max_tokens_per_rank=self._config.max_tokens_per_rank,
-                max_seqs=self._config.max_seqs,
+                max_seqs=None if self._config.max_seqs is None else self._config.max_seqs // most,
                 microbatch_multiple=self._microbatch_multiple,
             )
         except Exception as error:  # a planner of the user's own included
@@ -152,13 +167,13 @@ class StepPacker:
         return plan, _ms_since(started), failure
 
     def _exchange(
-        self, samples: Sequence[SampleTensors], plan: Plan, gathered: GatheredLengths
+        self, samples: Sequence[SampleTensors], plan: Plan, gathered: GatheredLengths, units: Units
     ) -> tuple[PackedBatch, ...]:
         rank = 0 if self._group is None else self._group.rank()
         destinations = [0] * len(gathered.lengths)
         for microbatch in plan.microbatches:
             for to, pack in enumerate(microbatch.packs):
-                for sample_id in pack.sample_ids:
+                for sample_id in _samples_in(pack, units):
                     destinations[sample_id] = to
         first = gathered.first_id(rank)
         received = exchange_samples(
@@ -171,7 +186,7 @@ class StepPacker:
         return tuple(
             dummy_pack(alignment=alignment)
             if pack.is_dummy
-            else build_pack([received[i] for i in pack.sample_ids], alignment=alignment)
+            else build_pack([received[i] for i in _samples_in(pack, units)], alignment=alignment)
             for pack in plan.rank_packs(rank)
         )
 
@@ -199,6 +214,11 @@ class StepPacker:
         )
 
 
+def _samples_in(pack: Pack, units: Units) -> list[int]:
+    """The ids of a pack's samples: those of a unit one after the other."""
+    return [i for unit in pack.sample_ids for i in units[unit]]
+
+
 def _as_raised(failure: Exception) -> PackingError:
     """What every rank will say; of what nobody foresaw, type and place. The traceback stays with it as its cause."""
     if isinstance(failure, PackingError):
@@ -213,14 +233,22 @@ class _Drawn:
 
     def __init__(self) -> None:
         self.samples: list[SampleTensors] = []
+        self.joined: list[bool] = []
         self.lost = Lost()
 
     def add(self, item: dict[str, Any]) -> None:
         """Take in one item of the loader: a sample, a dropped row, a row of several samples, or none (evaluation)."""
         if "absent" in item:
             return
-        if not self.lost.add(item):
-            self.samples += samples_of_row(item)
+        if self.lost.add(item):
+            return
+        if "together" in item:
+            samples = [sample for part in item["together"] for sample in samples_of_row(part)]
+            self.joined += [number > 0 for number in range(len(samples))]
+        else:
+            samples = samples_of_row(item)
+            self.joined += [False] * len(samples)
+        self.samples += samples
 
 
 def samples_of_row(item: dict[str, Any]) -> list[SampleTensors]:

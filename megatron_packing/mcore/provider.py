@@ -11,7 +11,13 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron_packing.config import PackingConfig
 from megatron_packing.errors import ConfigError
 from megatron_packing.mcore import peers
-from megatron_packing.mcore.dataset import MockVarlenDataset, PackingDatasetConfig, SFTDataset, VarlenDataset
+from megatron_packing.mcore.dataset import (
+    MockVarlenDataset,
+    PackingDatasetConfig,
+    PreferenceDataset,
+    SFTDataset,
+    VarlenDataset,
+)
 from megatron_packing.mcore.look import check_sources, data_paths
 from megatron_packing.mcore.supply import check_requests, make_loaders
 from megatron_packing.mcore.token_caches import build_token_caches
@@ -29,6 +35,8 @@ def make_provider(config: PackingConfig) -> Callable[..., Any]:
         peers.connect()  # the first moment at which the ranks know each other and we are sure to be called on all
         dataset_class = dataset_class_of(config.dataset)
         dataset_config = _config_of_this_run(config)
+        if issubclass(dataset_class, VarlenDataset):
+            config.check_together(dataset_class.kept_together)
         _build_indexes(dataset_class, dataset_config)
         check_sources(dataset_class, dataset_config)
         build_token_caches(dataset_class, dataset_config)
@@ -66,7 +74,7 @@ def dataset_class_of(name: str) -> type[MegatronDataset]:
     Raises:
         ConfigError: `module:Class` cannot be imported, or is no `MegatronDataset`.
     """
-    own = {"varlen": VarlenDataset, "sft": SFTDataset, "mock": MockVarlenDataset}
+    own = {"varlen": VarlenDataset, "sft": SFTDataset, "mock": MockVarlenDataset, "preference": PreferenceDataset}
     if name in own:
         return own[name]
     module_name, _, class_name = name.partition(":")

@@ -40,6 +40,7 @@ class Drawn:
 
     lengths: list[int]
     targets: list[int]
+    joined: list[bool] | None = None
     counters: tuple[int, ...] = ()
     failure: str | None = None
 
@@ -62,6 +63,7 @@ def gather(drawn: Drawn, ranks: int, limit: int) -> tuple[str, Any]:
                 limit=limit,
                 group=group_of(ranks),
                 device="cpu",
+                joined=drawn.joined,
                 counters=drawn.counters,
                 failure=failure,
             )
@@ -139,6 +141,8 @@ class Row:
     dropped: str | None = None
     truncated: bool = False
     raises: str | None = None
+    together: tuple["Row", ...] = ()
+    """Samples of this row that must share a pack; then the row is none itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +208,8 @@ def _item(row: Row) -> dict[str, Any]:
         raise SampleError("rows.jsonl", 3, row.raises)
     if row.dropped is not None:
         return {"dropped": [row.dropped], "original_seq_len": torch.zeros(1, 1), "why": [f"{row.first}: bad"]}
+    if row.together:
+        return {"together": [_item(part) for part in row.together]}
     tokens = torch.arange(row.first, row.first + row.length + 2)  # two tokens of padding
     item = {
         "tokens": tokens[None],

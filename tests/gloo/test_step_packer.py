@@ -203,6 +203,60 @@ def test_texts_of_any_length_reach_every_rank(pool: GlooPool) -> None:
     assert pool.run(tasks.gather_texts, 3, of_rank=texts, ranks=3) == [texts] * 3
 
 
+# --- rows whose samples must share a pack ---------------------------------------------------------
+
+
+def pair(first: int, chosen: int, rejected: int) -> Row:
+    """Two samples of these lengths, of tokens that occur nowhere else."""
+    return Row(together=(Row(length=chosen, first=first), Row(length=rejected, first=first + 50)))
+
+
+@given(
+    lengths=st.lists(
+        st.one_of(st.none(), st.tuples(st.integers(1, CAPACITY // 2), st.integers(1, CAPACITY // 2))),
+        min_size=1,
+        max_size=10,
+    ),
+    ranks=st.integers(1, 4),
+    max_seqs=st.one_of(st.none(), st.integers(2, 5)),
+)
+@settings(max_examples=50, deadline=None)
+@pytest.mark.parametrize("scheduler", ["first_fit", "dp_balanced"])
+def test_pairs_are_never_parted(
+    pool: GlooPool, scheduler: str, lengths: list[tuple[int, int] | None], ranks: int, max_seqs: int | None
+) -> None:
+    rows_ = [Row(dropped="no_targets") if two is None else pair(100 * i, *two) for i, two in enumerate(lengths, 1)]
+    drawn = shared_out([*rows_, *[Row(dropped="empty")] * (-len(rows_) % ranks)], ranks)
+    packs = pack_step(pool, drawn, config(ranks, scheduler=scheduler, max_seqs=max_seqs))
+    check_step([[part for row in of_rank for part in (row.together or (row,))] for of_rank in drawn], packs)
+    for of_rank in packs:
+        for tokens, edges, is_dummy in zip(of_rank.tokens, of_rank.boundaries, of_rank.is_dummy, strict=True):
+            starts = [] if is_dummy else [tokens[edge] for edge in edges[:-1]]
+            assert len(starts) <= (max_seqs or len(starts))
+            assert [start + 50 for start in starts[0::2]] == starts[1::2], "chosen and rejected, one after the other"
+            assert all(start % 100 == 0 for start in starts[0::2])
+
+
+def test_pairs_and_single_samples_in_one_step(pool: GlooPool) -> None:
+    """Padded to 4, the pair takes all 8 tokens of a pack."""
+    asked = replace(config(2), topology=Topology(dp=2, cp=2), max_tokens_per_rank=4)
+    drawn = [[pair(100, 3, 1)], [Row(length=5, first=300)]]
+    packs = pack_step(pool, drawn, asked)
+    assert [of_rank.boundaries for of_rank in packs] == [[[0, 3, 4]], [[0, 5]]]
+    assert packs[0].figures["samples"] == 3
+    assert packs[0].figures["padding_tokens"] == 1 + 3 + 3
+
+
+def test_a_pair_that_does_not_fit_stops_every_rank(pool: GlooPool) -> None:
+    drawn = [[[pair(100, 5, 4)]], [[pair(300, 1, 1)]]]
+    for ((kind, text),) in pool.run(tasks.pack_steps, config(2), 2, of_rank=drawn, ranks=2):
+        assert kind == "CapacityError"
+        assert "has 9 tokens" in text
+    for ((kind, text),) in pool.run(tasks.pack_steps, config(2, max_seqs=1), 2, of_rank=drawn, ranks=2):
+        assert kind == "PackingError"
+        assert "--thd-max-packed-sequences 1: 2 samples of one row must share a pack" in text
+
+
 def test_a_row_that_cannot_be_read_stops_every_rank(pool: GlooPool) -> None:
     of_rank = [[rows(4, 4)], [[*rows(4), Row(raises="is cut short")]]]
     answers = pool.run(tasks.pack_steps, config(2), 2, of_rank=of_rank, ranks=2)

@@ -12,7 +12,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers import MegatronTokenizer
 
-from megatron_packing import MockVarlenDataset, SFTDataset, VarlenDataset
+from megatron_packing import MockVarlenDataset, PreferenceDataset, SFTDataset, VarlenDataset
 from megatron_packing.errors import ConfigError, PackingError, SampleError
 from megatron_packing.mcore.dataset import PackingDatasetConfig
 from megatron_packing.mcore.iterator import samples_of_row
@@ -115,14 +115,39 @@ def test_plain_megatron_config_means_our_defaults(tmp_path: Path) -> None:
     assert item["labels"].tolist() == [2, 3, EOS]
 
 
-def test_items_share_no_buffers(tmp_path: Path) -> None:
+D9_ROWS: dict[type[VarlenDataset], list[dict]] = {
+    VarlenDataset: [{"text": "1 2 3"}, {"text": "4 5"}],
+    SFTDataset: [_chat("1 2", "3"), _chat("4", "5 6")],
+    PreferenceDataset: [
+        {"prompt": "1 2", "chosen": "3 4", "rejected": "5"},
+        {"prompt": "1", "chosen": "6", "rejected": "8 9"},
+    ],
+    MockVarlenDataset: [],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "padded"), [*((kind, False) for kind in D9_ROWS), (VarlenDataset, True), (MockVarlenDataset, True)]
+)
+def test_items_share_no_buffers(kind: type[VarlenDataset], padded: bool, tmp_path: Path) -> None:
     """D9: 0, 1, 0 again; editing what was handed out changes nothing later."""
-    dataset = _dataset(tmp_path, [{"text": "1 2 3"}, {"text": "4 5"}])
-    first, _, again = dataset[0], dataset[1], dataset[0]
-    for name in VARLEN_FIELDS:
-        assert torch.equal(first[name], again[name])
-        first[name].zero_()
-    assert dataset[0]["tokens"].tolist() == [1, 2, 3]
+    dataset = _dataset(tmp_path, D9_ROWS[kind], kind, varlen_sbhd_validation=padded)
+    first, other, again = (_tensors(dataset[i]) for i in (0, 1, 0))
+    assert len(first) >= 4
+    assert any(one.tolist() != two.tolist() for one, two in zip(first, other, strict=True))
+    kept = [tensor.clone() for tensor in first]
+    for tensor in (*first, *other):
+        tensor.zero_()
+    for read in (again, _tensors(dataset[0])):
+        assert all(torch.equal(one, two) for one, two in zip(kept, read, strict=True))
+    for number, tensor in enumerate(again):  # nor do two fields share one
+        tensor += 1
+        assert all(torch.equal(one, two) for one, two in zip(kept[number + 1 :], again[number + 1 :], strict=True))
+
+
+def _tensors(item: dict[str, Any]) -> list[torch.Tensor]:
+    parts = item.get("together", [item])
+    return [value for part in parts for value in part.values() if torch.is_tensor(value)]
 
 
 def test_rows_follow_file_order_and_wrap_around(tmp_path: Path) -> None:
@@ -282,6 +307,48 @@ def test_sft_row_that_is_too_long(policy: str, lengths: list[int] | None, tmp_pa
     else:
         assert [part.length for part in samples_of_row(dataset[0])] == lengths
         assert dataset[0]["truncated"]
+
+
+def _preference(prompt: str, chosen: str, rejected: str) -> dict:
+    turns = [{"from": "human", "value": prompt}]
+    sides = {"chosen": chosen, "rejected": rejected}
+    return {"conversations": turns} | {name: {"from": "gpt", "value": answer} for name, answer in sides.items()}
+
+
+def test_preference_row_makes_two_items_that_stay_together(tmp_path: Path) -> None:
+    dataset = _dataset(tmp_path, [_preference("11 12", "21 22", "23")], PreferenceDataset, context_parallel_size=2)
+    item = dataset[0]
+    assert set(item) == {"together"}
+    assert all(set(side) == VARLEN_FIELDS for side in item["together"])
+    chosen, rejected = (samples_of_row(side)[0] for side in item["together"])
+    assert (chosen.tokens_L.tolist(), chosen.labels_L.tolist()) == ([11, 12, 21, 22], [12, 21, 22, EOS])
+    assert (rejected.tokens_L.tolist(), rejected.labels_L.tolist()) == ([11, 12, 23], [12, 23, EOS])
+    assert (chosen.loss_mask_L.tolist(), rejected.loss_mask_L.tolist()) == ([0, 1, 1, 1], [0, 1, 1])
+    assert [side["padded_seq_len"].item() for side in item["together"]] == [4, 4]
+    assert [side["position_ids"].tolist() for side in item["together"]] == [[0, 1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize("policy", ["error", "drop", "truncate"])
+def test_pair_of_which_one_answer_is_too_long(policy: str, tmp_path: Path) -> None:
+    row = _preference("1", "2 3 4", "2 3 4 5 6 8")
+    dataset = _dataset(tmp_path, [row], PreferenceDataset, sequence_length=5, packing_overlong=policy)
+    if policy == "error":
+        with pytest.raises(SampleError, match=r"rows\.jsonl:1: rejected: has 7 tokens; --seq-length is 5"):
+            dataset[0]
+    elif policy == "drop":
+        assert dataset[0]["dropped"] == "overlong"
+    else:
+        assert dataset[0]["truncated"]
+        assert [side["original_seq_len"].item() for side in dataset[0]["together"]] == [4, 5]
+
+
+def test_pair_of_which_one_answer_teaches_nothing_is_dropped_whole(tmp_path: Path) -> None:
+    dataset = _dataset(tmp_path, [_preference("1", "2", " "), {"prompt": "1", "chosen": "2"}], PreferenceDataset)
+    assert dataset[0]["dropped"] == "no_targets"
+    with pytest.raises(SampleError, match="lacks rejected"):
+        dataset[1]
+    skipping = _dataset(tmp_path, [{"prompt": "1", "chosen": "2"}], PreferenceDataset, packing_bad_rows="skip")
+    assert skipping[0]["dropped"] == "missing_key"
 
 
 def test_mock_lengths_and_learnable_ids() -> None:

@@ -36,6 +36,7 @@ def complaint(blends: Any, asked: Any = ASKED, *, several: bool = False, **chang
 
 FINE: list[tuple[Any, dict[str, Any]]] = [
     (A, {}),
+    (None, {}),  # made-up data
     (WEIGHTED, {}),
     ([A, B, None], {}),
     ([A, None, None], {"asked": (100, 0, 0)}),
