@@ -39,15 +39,12 @@ class StepFeeder:
     def __init__(self, config: PackingConfig, chunks: list[nn.Module]) -> None:
         self._place = _find_place()
         self._packers: dict[bool, StepPacker] = {}
+        """Of training and of evaluation, on ranks that draw."""
         if self._place.has_packs:
             self._packers = {
                 training: _make_packer(config if training else config.for_evaluation(), chunks, self._place)
                 for training in (True, False)
             }
-
-    def packer(self, *, training: bool) -> StepPacker | None:
-        """Counts what was dropped and truncated, on ranks that draw; None elsewhere."""
-        return self._packers.get(training)
 
     def feed(self, data_iterator: Iterator[Any] | None, count: int, *, training: bool) -> FedStep:
         """Draw `count` items in each replica, and give this rank its share of every pack.
@@ -64,7 +61,7 @@ class StepFeeder:
         figures: StepFigures | None = None
         lost: LostInStep | None = None
         failure: Exception | None = None
-        packer = self.packer(training=training)
+        packer = self._packers.get(training)
         if packer is not None:
             try:
                 step = packer.pack(_given(data_iterator), count)

@@ -130,35 +130,36 @@ class LossReporter:
     """
 
     def __init__(self) -> None:
-        self._training: Counter[str] = Counter()
-        self._evaluation: Counter[str] = Counter()
-        self._examples: dict[str, list[str]] = {}
+        self._counts: dict[str, Counter[str]] = {name: Counter() for name in ("training", "evaluation")}
+        self._examples: dict[str, dict[str, list[str]]] = {name: {} for name in self._counts}
         self._written = 0
 
     def add(self, lost: LostInStep | None, *, training: bool) -> None:
         """Take in what a step lost; None on ranks that do not draw."""
         if lost is None or _rank() != 0:
             return
-        (self._training if training else self._evaluation).update(lost.counts)
+        name = "training" if training else "evaluation"
+        self._counts[name].update(lost.counts)
         for reason, why in lost.news:
-            self._examples.setdefault(reason, []).append(why)
+            self._examples[name].setdefault(reason, []).append(why)
             befell = "truncated" if reason == TRUNCATED else f"dropped ({reason})"
-            print(f"megatron_packing: a row was {befell}: {why}", flush=True)
+            print(f"megatron_packing: a row was {befell} in {name}: {why}", flush=True)
 
     def write_totals(self) -> None:
         """One line by reason, where rows were dropped since the last one; cut ones are in the packing line as well."""
-        dropped = self._training.total() - self._training[TRUNCATED]
+        counts = self._counts["training"]
+        dropped = counts.total() - counts[TRUNCATED]
         if dropped > self._written:
             self._written = dropped
-            counts = " | ".join(f"{reason}: {count:,}" for reason, count in sorted(self._training.items()))
-            print(f" packing, rows lost or cut since the start | {counts} |", flush=True)
+            told = " | ".join(f"{reason}: {count:,}" for reason, count in sorted(counts.items()))
+            print(f" packing, rows lost or cut since the start | {told} |", flush=True)
 
     def write_summary(self) -> None:
         """A table by reason, with the first rows of each."""
-        for name, counts in (("training", self._training), ("evaluation", self._evaluation)):
+        for name, counts in self._counts.items():
             if counts:
                 print(f"megatron_packing: rows lost or cut in {name}, over all ranks: {counts.total():,}", flush=True)
-                for line in describe_losses(counts, self._examples):
+                for line in describe_losses(counts, self._examples[name]):
                     print(f"megatron_packing: {line}", flush=True)
 
 

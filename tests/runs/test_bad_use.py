@@ -109,7 +109,7 @@ def test_bad_row_far_from_the_start_ends_every_rank(workers: int, runner: Runner
     skipping = runner.train(flags, "--packing-bad-rows skip", data=path, ranks=2)
     assert "rows dropped: 4" in skipping.log
     told = _lines_of(skipping)
-    assert sum(line.startswith(f"a row was dropped (not_encodable): {path}:110") for line in told) == 3
+    assert sum(line.startswith(f"a row was dropped (not_encodable) in training: {path}:110") for line in told) == 3
     assert "rows lost or cut in training, over all ranks: 4" in told
     assert sum(line.startswith(f"not_encodable 4 {path}:110") for line in told) == 1
     assert " packing, rows lost or cut since the start | not_encodable: 4 |" in skipping.log
