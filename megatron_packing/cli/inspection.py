@@ -153,12 +153,13 @@ def _show_paths(run: "DataRun") -> None:
 def _surveyed(rows: "DatasetRows", limit: int | None) -> Any:
     from megatron_packing.data import survey
     from megatron_packing.data.progress import progress_bar
+    from megatron_packing.data.survey import Stretch
 
     looked_at = range(min(len(rows), limit or (len(rows) if rows.worth_reading else _MOCK_ROWS)))
     with progress_bar(wanted=len(looked_at) >= _LONG_WORK) as progress:
         task = progress.add_task(f"tokenizing {rows.path}", total=len(looked_at))
         try:
-            return survey(rows, encode=looked_at, watch=lambda: progress.advance(task))
+            return survey(rows, [Stretch(rows=looked_at, encoded=True)], watch=lambda: progress.advance(task))
         except Exception as error:  # whatever a user's dataset raises
             raise rows.named(error) from error
 

@@ -1,13 +1,14 @@
 """What would the run see in this file? Answered by a look at its rows, before the first iteration.
 
 The first rows are encoded: they show samples, lengths and targets. Many more are only read and understood, which finds
-a bad row at a hundredth of the cost. Ranks may share the work: each looks at its part, and `merged` puts the parts
-together in the order of rows, so that every rank says the same.
+a bad row at a small part of the cost. Of a folder, the first rows of every file. Ranks may share the work: each looks
+at its part, and `merged` puts the parts together in the order of rows, so that every rank says the same.
 
 Cost: some 0.5 ms for a row encoded (the tokenizer's), 0.03 ms for one that is only read.
 """
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +22,16 @@ from megatron_packing.data.encode import NOT_BAD_ROWS, Dropped, TokenizedSample
 from megatron_packing.errors import ConfigError, SampleError
 
 ENCODED_ROWS = 1_000
-"""Rows of a file that are encoded when a run starts: enough to see a wrong format, few enough to be free."""
+"""Rows of a path that are encoded when a run starts: enough to see a wrong format, few enough to be free."""
 
 READ_ROWS = 100_000
-"""Rows of a file that are read when a run starts, those encoded included; some seconds, shared by all ranks."""
+"""Rows of a path that are read when a run starts, those encoded included; some seconds, shared by all ranks."""
 
 READ_ROWS_OF_RUN = 300_000
-"""Rows read when a run starts, over all of its files; a file's first rows are encoded whatever their number."""
+"""Rows read when a run starts, over all of its paths; the first rows of each are encoded whatever their number."""
+
+_ENCODING = 20
+"""What encoding a row costs, in rows that are only read."""
 
 EXAMPLES = 3
 """Rows named of each reason for which rows make no sample."""
@@ -42,6 +46,10 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def starts(self) -> Sequence[int]:
+        """[files + 1], the row at which each file of the path begins, and the number of rows."""
+
     def read(self, row: int) -> Any:
         """The row as it stands in its file; raises SampleError."""
 
@@ -55,6 +63,15 @@ class Rows(Protocol):
         """Where a row that was read stands, as file:line."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Rows that follow each other and are looked at in one way."""
+
+    rows: range
+    encoded: bool
+    """Or else only read and understood."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Survey:
     """Counts over the rows looked at."""
@@ -63,6 +80,8 @@ class Survey:
     """What they are rows of."""
     total: int
     """Rows that there are."""
+    files: int
+    """Files that hold them; of a folder, several."""
     rows: int
     """Rows encoded."""
     rows_read: int
@@ -126,60 +145,66 @@ class Survey:
         return cls(**{**fields, "lengths": np.array(fields["lengths"], dtype=np.int64)})
 
 
-def survey(
-    rows: Rows,
-    *,
-    encode: range | None = None,
-    read: range = range(0),
-    watch: Callable[[], object] = lambda: None,
-) -> Survey:
+def survey(rows: Rows, look_at: Sequence[Stretch], *, watch: Callable[[], object] = lambda: None) -> Survey:
     """Count what rows would give. Raises nothing over a row: see `Survey.check`.
 
     Args:
-        encode: rows to encode; None: the first `ENCODED_ROWS`.
-        read: rows to read and understand only.
+        look_at: which rows, in order.
         watch: called at every row, for a progress bar.
     """
-    encode = range(min(len(rows), ENCODED_ROWS)) if encode is None else encode
     tally = _Tally()
-    for row in encode:
-        watch()
-        try:
-            record = rows.read(row)
-            encoded = rows.encode(record, row)
-        except SampleError as error:
-            tally.add_error(error)
-            continue
-        if isinstance(encoded, Dropped):
-            tally.skip(encoded.reason, encoded.said(rows.place(record, row)))
-        else:
-            tally.add_samples(encoded)
-    for row in read:
-        watch()
-        try:
-            rows.understand(rows.read(row))
-        except SampleError as error:
-            tally.add_error(error)
-    return tally.survey(rows, encoded=len(encode), read=len(read))
+    for stretch in look_at:
+        for row in stretch.rows:
+            watch()
+            try:
+                record = rows.read(row)
+                if not stretch.encoded:
+                    rows.understand(record)
+                    continue
+                encoded = rows.encode(record, row)
+            except SampleError as error:
+                tally.add_error(error)
+                continue
+            if isinstance(encoded, Dropped):
+                tally.skip(encoded.reason, encoded.said(rows.place(record, row)))
+            else:
+                tally.add_samples(encoded)
+    counts = {how: sum(len(one.rows) for one in look_at if one.encoded == how) for how in (True, False)}
+    return tally.survey(rows, encoded=counts[True], read=counts[False])
 
 
-def share_of_rows(
-    total: int, *, most: int, encode: int = ENCODED_ROWS, rank: int = 0, ranks: int = 1
-) -> tuple[range, range]:
-    """The rows that one of several ranks looks at: those it encodes, and those it only reads.
+def first_rows(starts: Sequence[int], *, encode: int = ENCODED_ROWS, most: int = READ_ROWS) -> list[Stretch]:
+    """The rows that a look at a path takes, in order: the first ones of each of its files.
 
     Args:
-        total: rows of the file.
-        most: rows that all ranks look at together, where the file has as many.
-        encode: rows that they encode together, the first ones.
+        starts: [files + 1], the row at which each file begins, and the number of rows.
+        encode: rows to encode, over all files; of each at least one.
+        most: rows to look at, those encoded included.
     """
-    encoded = min(total, encode)
-    looked_at = max(encoded, min(total, most))
-    return _part(range(encoded), rank, ranks), _part(range(encoded, looked_at), rank, ranks)
+    files = len(starts) - 1
+    stretches = []
+    for start, end in itertools.pairwise(starts):
+        encoded_end = min(end, start + max(1, encode // files)) if encode else start
+        read_end = min(end, max(encoded_end, start + most // files))
+        stretches.append(Stretch(rows=range(start, encoded_end), encoded=True))
+        stretches.append(Stretch(rows=range(encoded_end, read_end), encoded=False))
+    return [one for one in stretches if one.rows]
 
 
-def _part(rows: range, rank: int, ranks: int) -> range:
-    return rows[len(rows) * rank // ranks : len(rows) * (rank + 1) // ranks]
+def share_of_rank(look_at: Sequence[Stretch], rank: int, ranks: int) -> list[Stretch]:
+    """The part that one of several ranks takes: about as much work as the others', and rows that follow each other."""
+    costs = [_ENCODING if one.encoded else 1 for one in look_at]
+    work = sum(cost * len(one.rows) for cost, one in zip(costs, look_at, strict=True))
+    low, high = work * rank // ranks, work * (rank + 1) // ranks
+    share = []
+    before = 0
+    for cost, one in zip(costs, look_at, strict=True):
+        # A row belongs to the rank in whose span its work begins.
+        begin, end = (min(max(-(-(edge - before) // cost), 0), len(one.rows)) for edge in (low, high))
+        if begin < end:
+            share.append(Stretch(rows=one.rows[begin:end], encoded=one.encoded))
+        before += cost * len(one.rows)
+    return share
 
 
 def merged(parts: Sequence[Survey]) -> Survey:
@@ -192,6 +217,7 @@ def merged(parts: Sequence[Survey]) -> Survey:
     return Survey(
         path=first.path,
         total=first.total,
+        files=first.files,
         rows=sum(part.rows for part in parts),
         rows_read=sum(part.rows_read for part in parts),
         samples=sum(part.samples for part in parts),
@@ -250,6 +276,7 @@ class _Tally:
         return Survey(
             path=rows.path,
             total=len(rows),
+            files=len(rows.starts) - 1,
             rows=encoded,
             rows_read=read,
             samples=len(self.lengths),

@@ -5,7 +5,7 @@ summary or the first bad row in the order of the file.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,15 @@ from megatron.core.datasets.utils import Split
 
 from megatron_packing.data import Dropped, Record, Survey, TokenizedSample, survey
 from megatron_packing.data.progress import progress_bar
-from megatron_packing.data.survey import READ_ROWS, READ_ROWS_OF_RUN, describe_losses, merged, share_of_rows
+from megatron_packing.data.sources import ManySource
+from megatron_packing.data.survey import (
+    READ_ROWS,
+    READ_ROWS_OF_RUN,
+    describe_losses,
+    first_rows,
+    merged,
+    share_of_rank,
+)
 from megatron_packing.errors import PackingError
 from megatron_packing.mcore import peers
 from megatron_packing.mcore.dataset import MockVarlenDataset, PackingDatasetConfig, VarlenDataset
@@ -113,6 +121,11 @@ class DatasetRows:
         return said
 
     @property
+    def starts(self) -> Sequence[int]:
+        """The row at which each file of the path begins, and the number of rows."""
+        return self._source.starts if isinstance(self._source, ManySource) else (0, len(self))
+
+    @property
     def worth_reading(self) -> bool:
         """Whether rows can be bad at all."""
         return not isinstance(self.dataset, MockVarlenDataset)
@@ -173,45 +186,45 @@ def _look_together(
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     rows: DatasetRows | None = None
     failure: Exception | None = None
-    parts: list[Survey] = []
+    part: Survey | None = None
     told = ""
     try:
         rows = DatasetRows(dataset_class, config, data)
         told = rows.dataset.encoder.describe()
-        parts = _look(rows, most=most if rows.worth_reading else 0, rank=rank, ranks=ranks)
+        part = _look(rows, most=most if rows.worth_reading else 0, rank=rank, ranks=ranks)
     except Exception as error:  # whatever a user's dataset raises must reach every rank
         failure = error if rows is None else rows.named(error)
     raise_if_any_failed(failure, group=group, device=device)
-    encoded, read = (
-        [Survey.from_json(text) for text in all_gather_texts(part.to_json(), group=group, device=device)]
-        for part in parts
-    )
-    totals = {part.total for part in encoded}
+    assert part is not None, "a rank without it has failed"
+    sent = all_gather_texts(part.to_json(), group=group, device=device)
+    parts = [Survey.from_json(text) for text in sent]
+    totals = {part.total for part in parts}
     if len(totals) > 1:
         raise PackingError(
-            f"{encoded[0].path} has {', '.join(f'{total:,}' for total in sorted(totals))} rows, depending on the rank. "
+            f"{parts[0].path} has {', '.join(f'{total:,}' for total in sorted(totals))} rows, depending on the rank. "
             "Every node must see the same file: copy it anew, or wait until it is written."
         )
-    return told, merged([*encoded, *read])
+    return told, merged(parts)
 
 
-def _look(rows: DatasetRows, *, most: int, rank: int, ranks: int) -> list[Survey]:
-    """What this rank's rows show: those it encodes, and those it only reads."""
-    encode, read = share_of_rows(len(rows), most=most, rank=rank, ranks=ranks)
-    with progress_bar(wanted=rank == 0 and len(encode) + len(read) >= _LONG_WORK) as progress:
-        task = progress.add_task(f"looking at {rows.path}", total=len(encode) + len(read))
-        watch: Callable[[], object] = lambda: progress.advance(task)  # noqa: E731
-        return [survey(rows, encode=encode, watch=watch), survey(rows, encode=range(0), read=read, watch=watch)]
+def _look(rows: DatasetRows, *, most: int, rank: int, ranks: int) -> Survey:
+    """What this rank's rows show."""
+    mine = share_of_rank(first_rows(rows.starts, most=most), rank, ranks)
+    count = sum(len(stretch.rows) for stretch in mine)
+    with progress_bar(wanted=rank == 0 and count >= _LONG_WORK) as progress:
+        task = progress.add_task(f"looking at {rows.path}", total=count)
+        return survey(rows, mine, watch=lambda: progress.advance(task))
 
 
 def describe_survey(seen: Survey) -> list[str]:
     """What a look at a file found, for the log."""
+    in_files, of_each = (f" in {seen.files:,} files", " (those of each file)") if seen.files > 1 else ("", "")
     head = (
-        f"{seen.path}: {seen.total:,} rows; of the first {seen.rows:,}: {seen.samples:,} samples, {seen.tokens:,} "
-        f"tokens, {seen.targets:,} targets, {seen.truncated:,} truncated"
+        f"{seen.path}: {seen.total:,} rows{in_files}; of the first {seen.rows:,}{of_each}: {seen.samples:,} samples, "
+        f"{seen.tokens:,} tokens, {seen.targets:,} targets, {seen.truncated:,} truncated"
     )
     if seen.rows_read:
-        head += f"; the next {seen.rows_read:,} were read"
+        head += f"; {seen.rows_read:,} more were read"
     if not seen.skipped:
         return [f"{head}; every one is good"]
     return [f"{head}; skipped, in all {seen.rows + seen.rows_read:,}:", *describe_losses(seen.skipped, seen.examples)]

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_packing.data import Dropped, Encoder, Record, Source, Survey, TokenizedSample, convert, survey
+from megatron_packing.data.sources import ManySource
+from megatron_packing.data.survey import first_rows
 
 EOS = 7
 
@@ -75,6 +77,10 @@ class EncodedRows:
     def __len__(self) -> int:
         return len(self.source)
 
+    @property
+    def starts(self) -> Sequence[int]:
+        return self.source.starts if isinstance(self.source, ManySource) else (0, len(self))
+
     def read(self, row: int) -> Any:
         return self.source[row]
 
@@ -90,4 +96,5 @@ class EncodedRows:
 
 def surveyed(source: Source, encoder: Encoder, limit: int = 1000) -> Survey:
     """What the first `limit` rows give, all of them encoded."""
-    return survey(EncodedRows(source=source, encoder=encoder), encode=range(min(limit, len(source))))
+    look_at = first_rows((0, len(source)), encode=limit, most=0)
+    return survey(EncodedRows(source=source, encoder=encoder), look_at)

@@ -123,7 +123,7 @@ def _broken(path: Path, *, bad: dict[int, str]) -> Path:
 
 
 def test_a_bad_row_far_into_a_file_is_told_before_the_first_iteration(runner: Runner, tmp_path: Path) -> None:
-    """With two ranks the second looks at rows 5,501 on; both rotten rows are its own, and the first one is told."""
+    """Of two ranks the second reads these rows; the first one is told on both."""
     path = _broken(tmp_path / "rows.jsonl", bad={9_000: '{"text": 5}', 9_001: "{", 9_002: "{"})
     assert_refused(runner, PACKED, path, [f"error: {path}:9000: field 'text' is 5"], ranks=2)
     # In a file of another split too, and the first in the file's order even where the other rank finds one, too.

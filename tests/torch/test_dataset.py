@@ -374,6 +374,16 @@ def test_survey_goes_through_the_users_own_conversion(tmp_path: Path) -> None:
         list(survey_sources(VarlenDataset, _config(blend=([str(path)], None))))
 
 
+def test_every_file_of_a_folder_is_looked_at(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "1 2 3"}\n' * 1_200)
+    lines = list(survey_sources(VarlenDataset, _config(blend=([str(tmp_path)], None))))
+    assert lines[1].startswith(f"{tmp_path}: 3,600 rows in 3 files; of the first 999 (those of each file): 999 samples")
+    (tmp_path / "c.jsonl").write_text('{"text": "1 2 3"}\n' * 1_199 + "{")
+    with pytest.raises(SampleError, match=r"c\.jsonl:1200: not valid JSON"):
+        list(survey_sources(VarlenDataset, _config(blend=([str(tmp_path)], None))))
+
+
 def test_what_nobody_foresaw_names_its_row(tmp_path: Path) -> None:
     class Faulty(VarlenDataset):
         def convert(self, row: Any) -> Any:

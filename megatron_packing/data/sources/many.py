@@ -58,6 +58,13 @@ class ManySource:
         """A digest of the files' own fingerprints, in order."""
         return self._fingerprint
 
+    @property
+    def starts(self) -> Sequence[int]:
+        """[files + 1], the row at which each file begins, and the number of rows."""
+        if self._files is None:
+            self._look_again()
+        return self._starts
+
     def __len__(self) -> int:
         return self._rows
 
