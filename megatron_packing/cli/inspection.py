@@ -6,7 +6,7 @@ Cost: Megatron's import, some seconds; then reading and tokenizing the rows look
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from inspect import getdoc
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from megatron_packing.cli.output import print_json, say
 from megatron_packing.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megatron_packing.data import Survey
     from megatron_packing.mcore.data_flags import DataRun
     from megatron_packing.mcore.look import DataPath, DatasetRows
 
@@ -75,7 +76,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         help="show this one row, counted from 0 through all paths in order, token by token",
     )
     group.add_argument(
-        "--limit", type=_at_least(1), metavar="N", help="look at the first N rows of each path only (default: all)"
+        "--limit", type=_at_least(1), metavar="N", help="look at the first N rows of each file only (default: all)"
     )
     group.add_argument("--json", action="store_true", help="JSON on standard output instead of tables")
 
@@ -132,10 +133,10 @@ def _show_paths(run: "DataRun") -> None:
     for data in data_paths(run.config):
         rows = _rows_of(run, data)
         told = told or rows.dataset.encoder.describe()
-        seen = _surveyed(rows, run.args.limit)
-        surveyed.append(
-            SurveyedPath(seen=seen, uses=data.uses, rows_by_split=rows_by_split(run.config, data, len(rows)))
-        )
+        for name, seen, span in _surveyed(rows, run.args.limit):
+            by_split = rows_by_split(run.config, data, span, len(rows))
+            one = SurveyedPath(path=name, seen=seen, total_rows=len(span), uses=data.uses, rows_by_split=by_split)
+            surveyed.append(one)
     total = merged([one.seen for one in surveyed])
     if run.args.json:
         print_json(figures(total, surveyed))
@@ -147,21 +148,25 @@ def _show_paths(run: "DataRun") -> None:
         say("first fault", f"{fault}{'' if by_setting else ' (--packing-bad-rows skip lets training pass over it.)'}")
     for one in surveyed:
         if not one.seen.samples:
-            say("note", f"{one.seen.path}: no row looked at makes a sample, so training on it would not start.")
+            say("note", f"{one.path}: no row looked at makes a sample, so training on it would not start.")
 
 
-def _surveyed(rows: "DatasetRows", limit: int | None) -> Any:
+def _surveyed(rows: "DatasetRows", limit: int | None) -> Iterator[tuple[str, "Survey", range]]:
+    """Each file of a path: its name, what its first rows give, and all of its rows."""
     from megatron_packing.data import survey
     from megatron_packing.data.progress import progress_bar
     from megatron_packing.data.survey import Stretch
 
-    looked_at = range(min(len(rows), limit or (len(rows) if rows.worth_reading else _MOCK_ROWS)))
-    with progress_bar(wanted=len(looked_at) >= _LONG_WORK) as progress:
-        task = progress.add_task(f"tokenizing {rows.path}", total=len(looked_at))
-        try:
-            return survey(rows, [Stretch(rows=looked_at, encoded=True)], watch=lambda: progress.advance(task))
-        except Exception as error:  # whatever a user's dataset raises
-            raise rows.named(error) from error
+    limit = limit or (len(rows) if rows.worth_reading else _MOCK_ROWS)
+    looked_at = sum(min(limit, len(span)) for _, span in rows.files)
+    with progress_bar(wanted=looked_at >= _LONG_WORK) as progress:
+        task = progress.add_task(f"tokenizing {rows.path}", total=looked_at)
+        for name, span in rows.files:
+            try:
+                stretch = Stretch(rows=span[:limit], encoded=True)
+                yield name, survey(rows, [stretch], watch=lambda: progress.advance(task)), span
+            except Exception as error:  # whatever a user's dataset raises
+                raise rows.named(error) from error
 
 
 # --- one row --------------------------------------------------------------------------------------

@@ -13,19 +13,25 @@ from megatron_packing.data import Survey
 
 _MOST_BINS = 16
 _BAR_COLUMNS = 40
+_MOST_FILES = 30
+"""Files that the table lists."""
 _EXAMPLE_COLUMNS = 160
 """Of an example's text; a whole schema list in every row hides the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurveyedPath:
-    """One data path, and what it is read for."""
+    """One file of a data path, and what it is read for."""
 
+    path: str
+    """The file; of data that lie in none, the path as the user gave it."""
     seen: Survey
+    total_rows: int
+    """Rows that it has."""
     uses: tuple[str, ...]
     """Its split and its weight, in words; see `DataPath`."""
     rows_by_split: Mapping[str, int]
-    """train, valid, test -> rows of the path in it, as --split or the flag that names it says."""
+    """train, valid, test -> rows of the file in it, as --split or the flag that names it says."""
 
 
 def figures(total: Survey, paths: Sequence[SurveyedPath]) -> dict[str, Any]:
@@ -35,8 +41,8 @@ def figures(total: Survey, paths: Sequence[SurveyedPath]) -> dict[str, Any]:
         "examples": {reason: list(texts) for reason, texts in total.examples.items()},
         "files": [
             {
-                "path": one.seen.path,
-                "total_rows": one.seen.total,
+                "path": one.path,
+                "total_rows": one.total_rows,
                 "uses": list(one.uses),
                 "rows_by_split": dict(one.rows_by_split),
                 **_figures_of(one.seen),
@@ -90,10 +96,12 @@ def _paths_table(total: Survey, paths: Sequence[SurveyedPath]) -> Table:
     columns = ("rows", *splits, "samples", "skipped", "truncated", "tokens", "targets", "share")
     for name in columns:
         table.add_column(name, justify="right")
-    for one in paths:
-        words = [one.seen.path, *([", ".join(one.uses)] if uses else [])]
+    for one in paths[:_MOST_FILES]:
+        words = [one.path, *([", ".join(one.uses)] if uses else [])]
         by_split = [f"{one.rows_by_split.get(name, 0):,}" for name in splits]
         table.add_row(*words, f"{one.seen.rows:,}", *by_split, *_counts(one.seen))
+    if len(paths) > _MOST_FILES:
+        table.add_row(f"and {len(paths) - _MOST_FILES:,} more (--json lists all)")
     if len(paths) > 1:
         table.add_section()
         sums = [f"{sum(one.rows_by_split.get(name, 0) for one in paths):,}" for name in splits]
@@ -102,9 +110,9 @@ def _paths_table(total: Survey, paths: Sequence[SurveyedPath]) -> Table:
 
 
 def _title(paths: Sequence[SurveyedPath]) -> str:
-    rows, total = sum(one.seen.rows for one in paths), sum(one.seen.total for one in paths)
+    rows, total = sum(one.seen.rows for one in paths), sum(one.total_rows for one in paths)
     looked_at = f"all {total:,} rows" if rows == total else f"the first {rows:,} of {total:,} rows"
-    return f"{paths[0].seen.path if len(paths) == 1 else f'{len(paths)} paths'}: {looked_at}"
+    return f"{paths[0].path if len(paths) == 1 else f'{len(paths):,} files'}: {looked_at}"
 
 
 def _counts(seen: Survey) -> list[str]:

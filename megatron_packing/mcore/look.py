@@ -5,6 +5,7 @@ summary or the first bad row in the order of the file.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,15 +62,16 @@ def data_paths(config: PackingDatasetConfig) -> list[DataPath]:
     return list(found.values()) or [DataPath(path=None)]
 
 
-def rows_by_split(config: PackingDatasetConfig, data: DataPath, rows: int) -> dict[str, int]:
-    """train, valid, test -> rows of a path in it."""
+def rows_by_split(config: PackingDatasetConfig, data: DataPath, rows: range, total: int) -> dict[str, int]:
+    """train, valid, test -> how many of `rows`, which are some of a path's `total`, are in it."""
     names = [split.name for split in Split]
     if config.blend is None and config.blend_per_split is not None:
         blends = zip(names, config.blend_per_split, strict=True)
-        return {name: rows if blend and data.path in blend[0] else 0 for name, blend in blends}
-    # As Megatron's builder cuts a file.
+        return {name: len(rows) if blend and data.path in blend[0] else 0 for name, blend in blends}
+    # As Megatron's builder cuts a path.
     bounds = [span or (0.0, 0.0) for span in config.split_matrix]
-    return {name: round(high * rows) - round(low * rows) for name, (low, high) in zip(names, bounds, strict=True)}
+    spans = [range(max(rows.start, round(low * total)), min(rows.stop, round(high * total))) for low, high in bounds]
+    return {name: len(span) for name, span in zip(names, spans, strict=True)}
 
 
 class DatasetRows:
@@ -124,6 +126,13 @@ class DatasetRows:
     def starts(self) -> Sequence[int]:
         """The row at which each file of the path begins, and the number of rows."""
         return self._source.starts if isinstance(self._source, ManySource) else (0, len(self))
+
+    @property
+    def files(self) -> list[tuple[str, range]]:
+        """Each file of the path, and its rows; of data that lie in no files, the path itself."""
+        names = self._source.files if isinstance(self._source, ManySource) else [self.path]
+        spans = (range(a, b) for a, b in itertools.pairwise(self.starts))
+        return list(zip(names, spans, strict=True))
 
     @property
     def worth_reading(self) -> bool:

@@ -133,7 +133,7 @@ def test_a_blend_is_shown_path_by_path(rows: Path, tmp_path: Path) -> None:
     assert files["other.jsonl"]["rows_by_split"] == {"train": 2, "valid": 2, "test": 0}
     assert (files["rows.jsonl"]["samples"], files["other.jsonl"]["samples"]) == (2, 2)
     table = run("--data-path", 3, rows, 1, other, *NULL, *LIMIT).stdout
-    assert "2 paths: all 10 rows" in table
+    assert "2 files: all 10 rows" in table
     assert "weight 3" in table
 
 
@@ -148,6 +148,33 @@ def test_paths_by_split_are_each_looked_at(tmp_path: Path) -> None:
         1,
         2,
     ]
+
+
+def test_each_file_of_a_folder_is_shown(tmp_path: Path) -> None:
+    for name, rows in {"a": ["1 2 3"] * 6, "b": ["1 2", ""], "c": ["1 2 3 4"] * 2}.items():
+        written(tmp_path / f"{name}.jsonl", *rows)
+    report = inspected("--data", tmp_path, *NULL, *LIMIT, "--split", "70,30,0")
+    assert [Path(one["path"]).name for one in report["files"]] == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    assert [one["tokens"] for one in report["files"]] == [18, 2, 8]
+    assert [one["rows_by_split"]["train"] for one in report["files"]] == [6, 1, 0]
+    assert report["examples"] == {"empty": [f"{tmp_path / 'b.jsonl'}:2: says nothing"]}
+    assert inspected("--data", tmp_path, *NULL, *LIMIT, "--limit", 1)["rows"] == 3
+    assert inspected("--data", tmp_path, *NULL, *LIMIT, "--row", 8)["tokens"] == [1, 2, 3, 4]
+
+
+def test_pieces_of_a_split_text_are_samples(tmp_path: Path) -> None:
+    path = written(tmp_path / "long.jsonl", "1 2 3 4 5 6 7 8 9 10 11 12")
+    report = inspected("--data", path, *NULL, *LIMIT, "--packing-overlong", "split")
+    assert (report["rows"], report["samples"], report["lengths"]["max"]) == (1, 2, 8)
+
+
+def test_the_answers_of_a_pair_are_samples(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    turn = {"role": "user", "content": "1 2"}
+    answers = {name: {"role": "assistant", "content": word} for name, word in (("chosen", "3"), ("rejected", "4 5"))}
+    path.write_text(json.dumps({"messages": [turn], **answers}))
+    report = inspected("--data", path, *NULL, *LIMIT, "--packing-dataset", "preference")
+    assert (report["rows"], report["samples"]) == (1, 2)
 
 
 def test_conversations_of_an_sft_row_are_samples(tmp_path: Path) -> None:

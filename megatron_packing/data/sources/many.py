@@ -59,6 +59,14 @@ class ManySource:
         return self._fingerprint
 
     @property
+    def files(self) -> Sequence[str]:
+        """The files that hold rows, in order."""
+        if self._files is None:
+            self._look_again()
+        assert self._files is not None
+        return self._files
+
+    @property
     def starts(self) -> Sequence[int]:
         """[files + 1], the row at which each file begins, and the number of rows."""
         if self._files is None:
