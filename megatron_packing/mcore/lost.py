@@ -8,7 +8,7 @@ times in a run.
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,13 @@ from megatron_packing.data.survey import EXAMPLES
 
 TRUNCATED = "truncated"
 """The name that samples which were cut are counted under; every other reason is one for dropping a row."""
+
+
+OTHER = "other"
+"""What reasons beyond the first `_MOST_REASONS` are counted under."""
+
+_MOST_REASONS = 64
+"""A user's dataset may name a reason of its own for every row; each costs a number in every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +67,13 @@ class Lost:
                 told.append(_only(item.get("why", "(the dataset does not say which)")))
         return dropped
 
+    def name_all_others(self, known: Container[str]) -> None:
+        """Count every reason for dropping that is not known as `OTHER`."""
+        for reason in [one for one in self.counts if one not in known and one not in (OTHER, TRUNCATED)]:
+            self.counts[OTHER] += self.counts.pop(reason)
+            told = self.examples.setdefault(OTHER, [])
+            told += self.examples.pop(reason)[: EXAMPLES - len(told)]
+
 
 class LostRows:
     """What all ranks know of lost rows, step after step.
@@ -76,6 +90,8 @@ class LostRows:
 
     def counters(self, mine: Lost) -> tuple[int, ...]:
         """What this rank adds to a sum over the ranks: whether it has news, and its counts by reason met before."""
+        if len(self._told) >= _MOST_REASONS:
+            mine.name_all_others(self._told)
         return (int(bool(self._untold(mine))), *(mine.counts[reason] for reason in self._told))
 
     def share(self, mine: Lost, counters: Sequence[int]) -> LostInStep:

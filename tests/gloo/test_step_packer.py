@@ -198,6 +198,15 @@ def test_every_lost_row_is_counted_once_and_at_most_three_of_a_reason_are_told(
         assert told == {reason: min(count, 3) for reason, count in everything.items()}
 
 
+def test_a_reason_of_its_own_for_every_row_does_not_make_steps_grow(pool: GlooPool) -> None:
+    steps = [[Row(dropped=f"row {50 * step + place}") for place in range(50)] for step in range(4)]
+    answers = pool.run(tasks.pack_steps, config(2), 2, of_rank=[steps, steps], ranks=2)
+    for packs in ([step for _, step in of_one] for of_one in answers):
+        assert [step.lost.get("other", 0) for step in packs] == [0, 0, 100, 100]
+        assert [sum(step.lost.values()) for step in packs] == [100] * 4
+        assert [step.collectives for step in packs] == [1, 1, 1, 0]
+
+
 def test_texts_of_any_length_reach_every_rank(pool: GlooPool) -> None:
     texts = ["", "a" * 5000 + "\u2603", "b\udcff.jsonl"]
     assert pool.run(tasks.gather_texts, 3, of_rank=texts, ranks=3) == [texts] * 3
