@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_packing.data.sources import cache, index, open_source
+from megatron_packing.data.sources import cache, index, open_source, progress
 from megatron_packing.data.sources.lines import JsonlSource, scan_lines
 from megatron_packing.errors import ConfigError
 
@@ -26,6 +26,7 @@ SUFFIX = ".lines.mpidx"
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(cache, "_said", set())
+    monkeypatch.setattr(cache, "_swept", set())
 
 
 @pytest.fixture
@@ -216,6 +217,22 @@ def test_any_number_of_processes_may_build_at_once(tmp_path: Path) -> None:
         builder.join(30)
     assert [builder.exitcode for builder in builders] == [0] * 4
     assert sorted(file.name for file in path.parent.iterdir()) == ["a.jsonl", f"a.jsonl{SUFFIX}"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_long_work_shows_that_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    path = rows_file(tmp_path / "data", 1_000)
+    monkeypatch.setattr(progress, "_WORTH_A_BAR_BYTES", 100)
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", -1.0)
+    monkeypatch.setattr(index, "SCAN_BYTES", 4_000)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert len(open_source(path)) == 1_000
+    said = capsys.readouterr().err
+    assert ("indexing a.jsonl" if terminal else f"megatron_packing: indexing {path}: ") in said
+    assert len(open_source(path)) == 1_000  # nothing to build, nothing to show
+    assert capsys.readouterr().err == ""
 
 
 def test_the_fingerprint_changes_with_the_file_and_only_then(tmp_path: Path) -> None:

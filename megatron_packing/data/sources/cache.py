@@ -33,6 +33,7 @@ _ABANDONED_SECONDS = 24 * 3600
 _NAME_CHARACTERS = 120  # of the data file's name that a cache file's name repeats; names may have 255 bytes
 
 _said: set[str] = set()
+_swept: set[Path] = set()
 
 
 def places(path: str, suffix: str, cache: str | None) -> list[Path]:
@@ -105,6 +106,10 @@ def written_whole(target: Path) -> Iterator[Draft]:
 
 
 def _sweep(folder: Path) -> None:
+    """Remove what killed processes left, once: a folder of many files is not looked through for each of them."""
+    if folder in _swept:
+        return
+    _swept.add(folder)
     for suffix in (INDEX_SUFFIX, UNPACKED_SUFFIX):
         for part in folder.glob(f"*{suffix}.*{_PART_SUFFIX}"):
             with contextlib.suppress(OSError):
