@@ -8,7 +8,7 @@
 3. Memory: two ranks with two loader workers each read a file of a million rows through `VarlenDataset`, and a file of
    one row for comparison; peak resident memory of each process, pickled dataset, seconds until the first item.
 
-    python scripts/bench_data.py [--rows 1000000] [--rounds 3] [--encode-rows 5000] [--folder DIR]
+    python scripts/bench_data.py [--rows 1000000] [--rounds 3] [--encode-rows 2000] [--folder DIR]
 
 Needs the extras hf and hub. Cost: two minutes or so, and 2 GB of disk at the most. No assertion over time: timing is
 for looking at; that rows are the right ones is asserted.
@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Rows per second and memory of the data room, beside datasets.")
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the large file (default: 1000000)")
     parser.add_argument("--rounds", type=int, default=3, help="times that each way is measured (default: 3)")
-    parser.add_argument("--encode-rows", type=int, default=5_000, help="rows to tokenize (default: 5000)")
+    parser.add_argument("--encode-rows", type=int, default=2_000, help="rows to tokenize (default: 2000)")
     parser.add_argument("--folder", type=Path, default=None, help="where to put files (default: the system's)")
     return parser.parse_args()
 
