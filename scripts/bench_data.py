@@ -144,7 +144,6 @@ def encoding(folder: Path, rows: int, rounds: int) -> None:
     from docstring_corpus import build_corpus, render
 
     from megatron_packing.data import Encoder, open_source
-    from megatron_packing.data.encode import TokenizedSample
 
     corpus = build_corpus(folder / "corpus")
     tokenizer = megatron_tokenizer(corpus.tokenizer_dir)
@@ -157,8 +156,8 @@ def encoding(folder: Path, rows: int, rounds: int) -> None:
     ids: dict[str, int] = {}
 
     def ours() -> None:
-        samples = [encoder.encode(source[row]) for row in range(rows)]
-        ids[OURS] = sum(sample.length + 1 for sample in samples if isinstance(sample, TokenizedSample))
+        encoded = [encoder.encode(source[row]) for row in range(rows)]
+        ids[OURS] = sum(sample.length + 1 for samples in encoded if isinstance(samples, list) for sample in samples)
 
     def with_mask(row: dict[str, Any]) -> dict[str, Any]:
         encoded = chat.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
@@ -356,7 +355,7 @@ def new_table(title: str, *columns: str) -> Any:
 def show(table: Any) -> None:
     from rich.console import Console
 
-    Console(markup=False, highlight=False).print(table)
+    Console(markup=False, highlight=False, width=100).print(table)
 
 
 if __name__ == "__main__":
