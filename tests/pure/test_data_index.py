@@ -89,6 +89,19 @@ def test_a_stale_index_is_built_anew(tmp_path: Path, scans: list[str]) -> None:
     assert len(scans) == 4
 
 
+def test_a_file_just_written_gets_time_so_that_a_later_write_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = rows_file(tmp_path / "data")
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    for age_ns, pauses in ((-1_000_000_000, 1), (1_000_000_000, 0)):
+        os.utime(path, ns=(time.time_ns() - age_ns,) * 2)
+        slept.clear()
+        open_source(path)
+        assert len(slept) == pauses
+
+
 def _cut(data: bytes) -> bytes:
     return data[:-8]
 
