@@ -201,6 +201,16 @@ def test_where_the_folder_cannot_be_written_the_users_cache_serves(
     assert capsys.readouterr().err.count(str(kept)) == 1
 
 
+def test_a_folder_that_is_to_stay_as_it_is_is_left_alone_by_root_too(tmp_path: Path) -> None:
+    path = rows_file(tmp_path / "data")
+    path.parent.chmod(0o555)
+    try:
+        assert texts(path) == ["0", "1", "2"]
+        assert os.listdir(path.parent) == ["a.jsonl"]
+    finally:
+        path.parent.chmod(0o755)
+
+
 def test_where_nothing_can_be_written_memory_serves(
     tmp_path: Path, scans: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
