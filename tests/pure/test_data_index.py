@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_packing.data.sources import cache, index, open_source
+from megatron_packing.data.sources import cache, index, open_source, progress
 from megatron_packing.data.sources.lines import JsonlSource, scan_lines
 from megatron_packing.errors import ConfigError
 
@@ -26,6 +26,7 @@ SUFFIX = ".lines.mpidx"
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(cache, "_said", set())
+    monkeypatch.setattr(cache, "_swept", set())
 
 
 @pytest.fixture
@@ -86,6 +87,19 @@ def test_a_stale_index_is_built_anew(tmp_path: Path, scans: list[str]) -> None:
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 1))
     texts(path)
     assert len(scans) == 4
+
+
+def test_a_file_just_written_gets_time_so_that_a_later_write_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = rows_file(tmp_path / "data")
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    for age_ns, pauses in ((-1_000_000_000, 1), (1_000_000_000, 0)):
+        os.utime(path, ns=(time.time_ns() - age_ns,) * 2)
+        slept.clear()
+        open_source(path)
+        assert len(slept) == pauses
 
 
 def _cut(data: bytes) -> bytes:
@@ -187,6 +201,16 @@ def test_where_the_folder_cannot_be_written_the_users_cache_serves(
     assert capsys.readouterr().err.count(str(kept)) == 1
 
 
+def test_a_folder_that_is_to_stay_as_it_is_is_left_alone_by_root_too(tmp_path: Path) -> None:
+    path = rows_file(tmp_path / "data")
+    path.parent.chmod(0o555)
+    try:
+        assert texts(path) == ["0", "1", "2"]
+        assert os.listdir(path.parent) == ["a.jsonl"]
+    finally:
+        path.parent.chmod(0o755)
+
+
 def test_where_nothing_can_be_written_memory_serves(
     tmp_path: Path, scans: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +240,22 @@ def test_any_number_of_processes_may_build_at_once(tmp_path: Path) -> None:
         builder.join(30)
     assert [builder.exitcode for builder in builders] == [0] * 4
     assert sorted(file.name for file in path.parent.iterdir()) == ["a.jsonl", f"a.jsonl{SUFFIX}"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_long_work_shows_that_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    path = rows_file(tmp_path / "data", 1_000)
+    monkeypatch.setattr(progress, "_WORTH_A_BAR_BYTES", 100)
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", -1.0)
+    monkeypatch.setattr(index, "SCAN_BYTES", 4_000)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert len(open_source(path)) == 1_000
+    said = capsys.readouterr().err
+    assert ("indexing a.jsonl" if terminal else f"megatron_packing: indexing {path}: ") in said
+    assert len(open_source(path)) == 1_000  # nothing to build, nothing to show
+    assert capsys.readouterr().err == ""
 
 
 def test_the_fingerprint_changes_with_the_file_and_only_then(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -139,15 +140,23 @@ def test_parquet_rows_are_plain_objects_and_text_stays_text(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [path]  # it holds its own index
 
 
-def test_few_row_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_parquet(tmp_path / "a.parquet", [{"text": "x" * 100}] * 100, row_group_size=10)
-    source = open_source(path)
-    assert isinstance(source, parquet.ParquetSource)
-    fields(source)
-    assert len(source._kept) == parquet.GROUPS_KEPT
-    monkeypatch.setattr(parquet, "KEPT_BYTES", 10)
-    fields(source)
-    assert len(source._kept) == 1
+def test_few_row_groups_of_all_files_together_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": "x" * 100}] * 100
+    for name in ("a", "b"):
+        write_parquet(tmp_path / f"{name}.parquet", rows, row_group_size=10)
+    monkeypatch.setattr(parquet, "_kept", OrderedDict())
+    source = open_source(tmp_path)
+    source[0]
+    (one,) = parquet._kept.values()
+    monkeypatch.setattr(parquet, "KEPT_BYTES", int(3.5 * one.nbytes))
+    assert fields(source) == rows * 2
+    assert [group for _, group in parquet._kept] == [7, 8, 9]
+    source[70]
+    source[170]  # another file's: the one used longest ago gives way
+    assert [group for _, group in parquet._kept] == [9, 7, 7]
+    monkeypatch.setattr(parquet, "KEPT_BYTES", 1)
+    source[0]
+    assert len(parquet._kept) == 1
 
 
 def test_parquet_that_cannot_be_read(tmp_path: Path) -> None:

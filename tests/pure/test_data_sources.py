@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import pickle
 from collections.abc import Callable
 from itertools import pairwise
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_packing.data.sources import JsonListSource, JsonlSource, index, open_source
@@ -37,6 +38,7 @@ def scanned(scan: Callable[..., Any], data: bytes, chunk: int) -> tuple[list[int
     return [int(at) for offsets, _ in parts for at in offsets], [int(n) for _, blanks in parts for n in blanks]
 
 
+@settings(deadline=None)
 @given(
     lines=LINES, end=st.sampled_from(["\n", "\r\n"]), bom=st.booleans(), last=st.booleans(), chunk=st.integers(1, 64)
 )
@@ -58,6 +60,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(
     values=st.lists(VALUES, min_size=1, max_size=5),
     indent=st.sampled_from([None, 0, 1]),
@@ -71,6 +74,7 @@ def test_rows_are_the_elements_of_a_list(values, indent, ascii_only, around, chu
     assert [json.loads(data[start : stop - 1]) for start, stop in pairwise(offsets)] == values
 
 
+@settings(deadline=None)
 @given(data=st.binary(max_size=60) | st.text(st.sampled_from('[]{},"\\a1 '), max_size=40).map(str.encode))
 def test_a_list_with_damage_is_refused_or_has_a_damaged_row(tmp_path_factory, data):
     data = b"[" + data
@@ -178,6 +182,9 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         open_source(tmp_path)
     with pytest.raises(ConfigError, match=r"without \.bin or \.idx"):
         open_source(write(tmp_path / "a.bin", "x"))
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ConfigError, match="is a pipe or device"):
+        open_source(tmp_path / "pipe.jsonl")
     for data, what in (
         (b"\xff\xfe{\x00", "UTF-16"),
         (b"\x1f\x8b\x08", r"gzip archive. Let its name end in \.gz"),

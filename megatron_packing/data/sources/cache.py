@@ -32,7 +32,10 @@ _ABANDONED_SECONDS = 24 * 3600
 
 _NAME_CHARACTERS = 120  # of the data file's name that a cache file's name repeats; names may have 255 bytes
 
+_ANYBODY_WRITES = 0o222  # the write bits of a folder's mode; a folder without any is meant to stay as it is
+
 _said: set[str] = set()
+_swept: set[Path] = set()
 
 
 def places(path: str, suffix: str, cache: str | None) -> list[Path]:
@@ -82,6 +85,9 @@ def written_whole(target: Path) -> Iterator[Draft]:
         OSError: it cannot be written; see `is_unwritable` and `is_full`.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.parent.stat().st_mode & _ANYBODY_WRITES:
+        # For root, as whom containers run, the system would allow it all the same.
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target.parent))
     _sweep(target.parent)
     part = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}{_PART_SUFFIX}")
     file = open(part, "x+b")  # noqa: SIM115 - closed below, before the rename
@@ -105,6 +111,10 @@ def written_whole(target: Path) -> Iterator[Draft]:
 
 
 def _sweep(folder: Path) -> None:
+    """Remove what killed processes left, once: a folder of many files is not looked through for each of them."""
+    if folder in _swept:
+        return
+    _swept.add(folder)
     for suffix in (INDEX_SUFFIX, UNPACKED_SUFFIX):
         for part in folder.glob(f"*{suffix}.*{_PART_SUFFIX}"):
             with contextlib.suppress(OSError):

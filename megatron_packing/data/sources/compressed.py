@@ -100,7 +100,7 @@ def _pieces(stamp: FileStamp) -> Iterator[bytes]:
     """The archive's content. A read error or damage is a ConfigError, so that an OSError is one of writing."""
     unpack = _UNPACKERS[Path(stamp.path).suffix.lower()]
     try:
-        with open(stamp.path, "rb") as file, byte_progress(f"unpacking {stamp.shown}", stamp.size) as advance:
+        with open(stamp.path, "rb") as file, byte_progress("unpacking", stamp.shown, stamp.size) as advance:
             done = 0
             for piece in unpack(file, stamp):
                 yield piece

@@ -211,7 +211,7 @@ def _scanned(stamp: FileStamp, kind: IndexKind) -> Iterator[tuple[Offsets, Offse
         file = open(stamp.path, "rb", buffering=0)  # noqa: SIM115 - closed by the next line's end
     except OSError as error:
         raise ConfigError(f"{stamp.shown} cannot be read: {error.strerror}.") from error
-    with file, byte_progress(f"indexing {stamp.shown}", stamp.size) as advance:
+    with file, byte_progress("indexing", stamp.shown, stamp.size) as advance:
         yield from kind.scan(_Counted(file, advance, stamp.shown), stamp)  # type: ignore[arg-type]
 
 

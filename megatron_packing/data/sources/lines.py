@@ -54,7 +54,7 @@ def scan_lines(file: BinaryIO, stamp: FileStamp) -> Iterator[tuple[Offsets, Offs
     base, first = first_chunk(file, stamp.shown)
     open_start, open_has_text = base, False  # the line that the last chunk left unfinished
     for data in chunks(file, first):
-        ends = np.flatnonzero(data == _NEWLINE)
+        ends = _newlines(data)
         starts = np.concatenate(([open_start], base + ends + 1))
         has_text = _has_text(data, np.concatenate(([0], ends + 1)))
         has_text[0] |= open_has_text
@@ -66,6 +66,20 @@ def scan_lines(file: BinaryIO, stamp: FileStamp) -> Iterator[tuple[Offsets, Offs
         base += len(data)
     tail = [open_start, base] if open_has_text else [base]
     yield np.array(tail, dtype=np.int64), np.zeros(0, dtype=np.int64)
+
+
+def _newlines(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Where newlines are. As `flatnonzero(data == _NEWLINE)`, but with most bytes passed over eight at a time."""
+    is_newline = np.zeros(-(-len(data) // 8) * 8, dtype=bool)
+    np.equal(data, _NEWLINE, out=is_newline[: len(data)])
+    words = is_newline.view("<u8")
+    places = np.flatnonzero(words != 0)
+    found = words[places]
+    if (found & (found - np.uint64(1))).any():  # a word with more than one: short or blank lines
+        return np.flatnonzero(is_newline)
+    _, bits = np.frexp(found.astype(np.float64))  # found is 256**byte, so that bits is 8 * byte + 1, exactly
+    ends: npt.NDArray[np.int64] = places * 8 + bits // 8
+    return ends
 
 
 def _has_text(data: npt.NDArray[np.uint8], firsts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

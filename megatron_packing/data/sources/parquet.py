@@ -17,11 +17,11 @@ from megatron_packing.data.sources.record import Record, checked_row
 from megatron_packing.data.sources.stamp import FileStamp, no_rows
 from megatron_packing.errors import ConfigError, SampleError
 
-GROUPS_KEPT = 4
-"""Decoded row groups, the last used, that a process keeps of one file..."""
 KEPT_BYTES = 64 << 20
-"""...if together they have no more bytes than this; the one in use is always kept."""
+"""Decoded row groups, the last used of all files together, that a process keeps; the one in use is always kept."""
 _LARGE_GROUP_BYTES = 256 << 20
+
+_kept: OrderedDict[tuple[str, int], Any] = OrderedDict()  # (fingerprint, row group) -> table
 
 
 class ParquetSource:
@@ -43,7 +43,6 @@ class ParquetSource:
         self._stamp = FileStamp.of(path)
         self._file: Any = None
         self._process = -1
-        self._kept: OrderedDict[int, Any] = OrderedDict()
         self._rows = int(self._opened().metadata.num_rows)
         if self._rows == 0:
             raise ConfigError(no_rows(self.path, self._stamp.size))
@@ -81,11 +80,10 @@ class ParquetSource:
         return Record(self.path, row + 1, {name: value for name, value in fields.items() if value is not None})
 
     def close(self) -> None:
-        """Give the file and what was read of it back; the next row opens it again."""
+        """Give the file back; the next row opens it again."""
         if self._file is not None:
             self._file.close()
         self._file = None
-        self._kept.clear()
 
     def _opened(self) -> Any:
         # A forked worker must not share its parent's file: reading moves the position.
@@ -109,19 +107,18 @@ class ParquetSource:
         return self._file
 
     def _group(self, group: int) -> Any:
-        if group in self._kept:
-            self._kept.move_to_end(group)
-            return self._kept[group]
-        table = self._file.read_row_group(group, use_threads=False)  # loader workers are the threads
-        while self._kept and (
-            len(self._kept) >= GROUPS_KEPT or table.nbytes + sum(t.nbytes for t in self._kept.values()) > KEPT_BYTES
-        ):
-            self._kept.popitem(last=False)
-        self._kept[group] = table
+        key = (self.fingerprint, group)
+        table = _kept.pop(key, None)
+        if table is None:
+            table = self._file.read_row_group(group, use_threads=False)  # loader workers are the threads
+        room = KEPT_BYTES - table.nbytes
+        while _kept and sum(other.nbytes for other in _kept.values()) > room:
+            _kept.popitem(last=False)
+        _kept[key] = table
         return table
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_file": None, "_process": -1, "_kept": OrderedDict()}
+        state = {**self.__dict__, "_file": None, "_process": -1}
         state.pop("_starts", None)
         return state
 

@@ -1,6 +1,7 @@
 """How far is the reading of a large file? A bar on a terminal; in a log, a line now and then."""
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,15 +15,15 @@ Advance = Callable[[int], None]
 
 
 @contextlib.contextmanager
-def byte_progress(doing: str, total: int) -> Iterator[Advance]:
-    """Show the progress of work over `total` bytes, `doing` it ("indexing FILE")."""
+def byte_progress(doing: str, path: str, total: int) -> Iterator[Advance]:
+    """Show the progress of work over the `total` bytes of `path`, which is `doing` ("indexing") it."""
     if total < _WORTH_A_BAR_BYTES:
         yield lambda _: None
     elif sys.stderr.isatty():
-        with _bar(doing, total) as advance:
+        with _bar(f"{doing} {os.path.basename(path)}", total) as advance:  # a whole path would leave the bar no room
             yield advance
     else:
-        yield _lines(doing, total)
+        yield _lines(f"{doing} {path}", total)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Which file is it, and is it still the one that was opened? Cost: one `stat`."""
 
 import os
+import stat
 import time
 from dataclasses import dataclass
 
@@ -34,6 +35,8 @@ class FileStamp:
         found = _stat(path)
         if os.path.isdir(path):
             raise ConfigError(f"{path} is a directory; name one file in it.")
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{path} is a pipe or device; rows are found by place, so write them to a file first.")
         if not os.access(path, os.R_OK):
             raise ConfigError(f"{path} cannot be read: permission denied.")
         return cls(path=path, size=found.st_size, mtime_ns=found.st_mtime_ns, shown=shown or path)
