@@ -12,6 +12,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers import MegatronTokenizer as MegatronsOwn
 
 from megatron_packing import VarlenDataset
+from megatron_packing.data import Encoder
 from megatron_packing.errors import ConfigError, PackingError
 from megatron_packing.mcore.dataset import PackingDatasetConfig
 from megatron_packing.mcore.tokenizer import MegatronTokenizer
@@ -176,6 +177,14 @@ def test_megatrons_own_sft_tokenizer_is_masked_by_turns(huggingface: Any, tmp_pa
     assert MegatronTokenizer(sft).conversation is not None
     item = _item(sft, CHAT, tmp_path)
     assert _learned(sft, item) == "One and one.<|im_end|>"
+
+
+def test_a_chat_template_that_is_not_used_is_spoken_of(sentencepiece: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "not used" not in MegatronTokenizer(sentencepiece).name
+    monkeypatch.setattr(sentencepiece, "chat_template", CHATML)
+    adapter = MegatronTokenizer(sentencepiece)
+    assert adapter.chat is None
+    assert "its chat template not used" in Encoder(adapter, 9).describe()
 
 
 def test_tokenizer_without_an_end_is_refused(sentencepiece: Any, monkeypatch: pytest.MonkeyPatch) -> None:
