@@ -15,6 +15,7 @@ from megatron_packing.topology import Topology
 OVERLONG_POLICIES = ("error", "drop", "truncate", "truncate-left", "split")
 TRAIN_ON = ("all-assistant", "last-assistant")
 """Every assistant turn is learned, or the last one only."""
+CHAT_FORMATS = ("auto", "megatron", "template", "plain", "bare")
 BAD_ROW_POLICIES = ("error", "skip")
 ATTENTION_BACKENDS = ("auto", "te", "sdpa", "stock")
 
@@ -48,7 +49,7 @@ class PackingConfig:
     """The core attention of the run: Transformer Engine's, ours, Megatron's own, or that of the user's --spec, which is
     looked at once the model is built."""
     chat_format: str = "auto"
-    """How conversations become tokens where the tokenizer has no chat template."""
+    """How conversations become tokens."""
     train_on: str = "all-assistant"
     """Which assistant turns are learned."""
     schema: str = "auto"
@@ -95,6 +96,7 @@ class PackingConfig:
     def __post_init__(self) -> None:
         _check_choice("--packing-overlong", self.overlong, OVERLONG_POLICIES)
         _check_choice("--packing-bad-rows", self.bad_rows, BAD_ROW_POLICIES)
+        _check_choice("--packing-chat-format", self.chat_format, CHAT_FORMATS)
         _check_choice("--packing-train-on", self.train_on, TRAIN_ON)
         self._check_split()
         _check_positive("--seq-length", self.seq_length)

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_packing.config import (
     ATTENTION_BACKENDS,
     BAD_ROW_POLICIES,
+    CHAT_FORMATS,
     OVERLONG_POLICIES,
     TRAIN_ON,
     PackingConfig,
@@ -73,9 +74,10 @@ def add_data_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     add(
         "--packing-chat-format",
-        choices=("auto", "plain", "bare"),
-        default="auto",
-        help="conversations without a chat template: plain writes the roles, bare only the contents",
+        choices=CHAT_FORMATS,
+        default=CHAT_FORMATS[0],
+        help="how conversations become tokens; auto takes the first that the tokenizer can do: megatron "
+        "(SFTTokenizer), template (its chat template), plain (roles and contents), bare (contents only)",
     )
     add(
         "--packing-train-on",

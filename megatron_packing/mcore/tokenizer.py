@@ -25,6 +25,9 @@ class MegatronTokenizer:
         self._outer = tokenizer
         self._library = tokenizer._tokenizer  # the library's own object, under Megatron's facade
         self.name = f"{tokenizer.library} ({tokenizer.path})" if tokenizer.path else str(tokenizer.library)
+        if tokenizer.library not in ("huggingface", "megatron", "sft") and tokenizer.chat_template:
+            # Only a tokenizer of transformers tells which characters a token came from.
+            self.name += ", its chat template not used (HuggingFaceTokenizer could)"
         eos_id = _special(tokenizer, "eod")
         if eos_id is None:
             raise ConfigError(f"tokenizer {self.name} has no end-of-document token. Add one to its special tokens.")

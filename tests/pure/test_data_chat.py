@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_packing.data import Conversation, Dropped, Encoder, Message
+from megatron_packing.data import Conversation, Dropped, Encoder, Message, Record, convert
 from megatron_packing.data.chat import IGNORE_INDEX, choose_chat, learned_turns
 from megatron_packing.errors import ConfigError, SampleError
 from tests.pure.data_toys import Real, Toy
@@ -237,6 +237,19 @@ def test_plain_text_chats(make):
     calls = Message("assistant", "", extra={"tool_calls": [{}]})
     with pytest.raises(SampleError, match="tool_calls"):
         encode(tokenizer, Conversation((Message("user", "x"), calls)))
+
+
+def test_plain_text_tells_of_tools_and_keeps_calls_that_were_text(make):
+    call = '{"name": "f", "arguments": {"k":  1}}'
+    turns = [("human", "x"), ("function_call", call), ("observation", "5"), ("gpt", "five")]
+    row = {"conversations": [{"from": who, "value": said} for who, said in turns], "tools": '[{"name": "f"}]'}
+    tokenizer = make(None)
+    ids, is_target = encode(tokenizer, convert(Record("a.jsonl", 1, row)))
+    assert tokenizer.decode(ids.tolist()) == (
+        'Tools:\n[{"type": "function", "function": {"name": "f"}}]\n\nUser:\nx\n\n'
+        f"Assistant:\n{call}<|im_end|>\n\nTool:\n5\n\nAssistant:\nfive<|im_end|>"
+    )
+    assert taught(tokenizer, ids, is_target) == [f"{call}<|im_end|>", "five<|im_end|>"]
 
 
 def test_the_log_line_says_which_way_is_used(make):

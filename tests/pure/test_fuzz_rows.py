@@ -21,7 +21,7 @@ from megatron_packing.errors import SampleError
 from tests.pure.chat_templates import TOOLS
 
 EOS, BOS = 256, 257
-FUZZ = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

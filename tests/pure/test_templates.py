@@ -140,7 +140,7 @@ PLAIN_SHAPES = [shape for shape in SHAPES if shape is not TOOLS]
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["by-rendering", "by-blocks"])
 @pytest.mark.parametrize("shape", PLAIN_SHAPES, ids=lambda shape: shape.name)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_targets_are_what_the_assistant_says(build, shape, blocks, data):
     turns = data.draw(chats(shape))
@@ -157,7 +157,7 @@ def test_targets_are_what_the_assistant_says(build, shape, blocks, data):
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["by-rendering", "by-blocks"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(turns=tool_chats(), with_tools=st.booleans())
 def test_tool_calls_are_said_and_results_are_not(build, blocks, turns, with_tools):
     tools = ({"type": "function", "function": {"name": "look_up", "description": "\u00e9"}},) if with_tools else ()

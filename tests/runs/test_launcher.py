@@ -115,6 +115,10 @@ def test_example_dataset_of_a_user(runner: Runner, tmp_path: Path) -> None:
     padded = runner.train(flags, "--varlen-sbhd-validation", data=cards)
     assert [step.targets for step in packed.iterations] == [8 * 4] * 6  # three words and EOS
     assert [step.samples for step in packed.iterations] == [step.samples for step in padded.iterations]
+    for name in ("flashcards", "auto"):  # examples/custom_schema.py says the same of a row
+        schema = f"--use-varlen-dataset --packing-schema custom_schema:{name} --train-iters 6"
+        by_schema = runner.train(schema, "--max-seqlen-per-dp-cp-rank 128", data=cards)
+        assert by_schema.iterations == packed.iterations
     cards.write_text('{"front": "1"}\n')
     refused = runner.attempt(flags, "--seed 8", data=cards)
     assert not refused.ok

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_packing.config import OVERLONG_POLICIES, TRAIN_ON, PackingConfig
-from megatron_packing.data import encode
+from megatron_packing.config import CHAT_FORMATS, OVERLONG_POLICIES, TRAIN_ON, PackingConfig
+from megatron_packing.data import chat, encode
 from megatron_packing.errors import ConfigError
 from megatron_packing.mcore import args as packing_args
 
@@ -66,6 +66,7 @@ def test_the_flags_of_data_reach_the_settings(parser: argparse.ArgumentParser) -
     assert (config.train_on, config.schema, config.overlong) == ("last-assistant", "cards:deck", "split")
     # Two rooms know these names; the data room may not import the settings.
     assert (OVERLONG_POLICIES, TRAIN_ON) == (encode.OVERLONG, encode.TRAIN_ON)
+    assert ("auto", *chat._WAYS) == CHAT_FORMATS
 
 
 def test_sft_is_taken_over_and_cleared(parser: argparse.ArgumentParser) -> None:
