@@ -66,14 +66,3 @@ def test_pairs_in_packs_of_many_or_one(layout: str, ranks: int, runner: Runner, 
     assert len(mine) == len(set(mine)) == 4
     for one, other in zip(mine, theirs, strict=True):  # printed with 7 digits
         assert abs(one - other) <= 2 * tolerances.LOSS_PER_ITERATION * max(1.0, other)
-
-
-def test_what_pairs_cannot_have(runner: Runner, pairs: Path) -> None:
-    for flags, words in (
-        ("--varlen-sbhd-validation", "--varlen-sbhd-validation"),
-        ("--max-seqlen-per-dp-cp-rank 64", "Raise it to at least 128"),
-        ("--thd-max-packed-sequences 1", "--thd-max-packed-sequences 1"),
-    ):
-        run = runner.attempt(FLAGS, flags, data=pairs)
-        assert run.exit_codes != (0,)
-        assert words in run.log
