@@ -20,7 +20,7 @@ from megatron.training.arguments import parse_and_validate_args
 from pretrain_gpt import BATCH_KEYS, get_batch, train_valid_test_datasets_provider
 from torch.nn.functional import logsigmoid
 
-from megatron_packing import pair_log_probs, pair_weight
+from megatron_packing import pair_log_probs
 
 BETA = 0.1
 
@@ -29,9 +29,7 @@ def loss_func(loss_mask: torch.Tensor, token_losses: torch.Tensor) -> tuple[torc
     """Sum of the pairs' losses, and their count: Megatron divides once, by the step's count."""
     chosen, rejected = pair_log_probs(token_losses, loss_mask)
     losses = -logsigmoid(BETA * (chosen - rejected))
-    weight = pair_weight()
-    loss = losses.sum() * weight
-    pairs = loss.detach().new_tensor(losses.numel() * weight)
+    loss, pairs = losses.sum(), torch.tensor(losses.numel(), device=losses.device)
     return loss, pairs.int(), {"preference loss": torch.stack([loss.detach(), pairs])}
 
 

@@ -21,7 +21,6 @@ _PUBLIC = {
     "to_packed_seq_params": "megatron_packing.mcore.params",
     "current_pack": "megatron_packing.mcore.step",
     "pair_log_probs": "megatron_packing.mcore.pairs",
-    "pair_weight": "megatron_packing.mcore.pairs",
     "MockVarlenDataset": "megatron_packing.mcore.dataset",
     "PreferenceDataset": "megatron_packing.mcore.dataset",
     "SFTDataset": "megatron_packing.mcore.dataset",

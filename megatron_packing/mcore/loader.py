@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from megatron_packing.errors import PackingError
 from megatron_packing.mcore import peers
@@ -125,7 +126,7 @@ class Loader(Iterator[Any]):
             ) from error
         if isinstance(item, _Failed):
             raise item.as_error()
-        return item
+        return _received(item)
 
     def _names(self, batch: Batch) -> str:
         return ", ".join(name_of(self._dataset, number) for number in batch if number is not None)
@@ -181,7 +182,33 @@ class _Collate:
 
     def __call__(self, items: list[Any]) -> Any:
         failed = next((item for item in items if isinstance(item, _Failed)), None)
-        return self.collate(items) if failed is None else failed
+        if failed is not None:
+            return failed
+        batch = self.collate(items)
+        return batch if get_worker_info() is None else _sent(batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A tensor on its way out of a worker, as bytes in the queue: torch would open a shared file for each of them."""
+
+    array: np.ndarray
+
+
+def _sent(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype is not torch.bfloat16 and not value.requires_grad:
+        return _Sent(value.numpy())
+    return _mapped(_sent, value)
+
+
+def _received(value: Any) -> Any:
+    return torch.from_numpy(value.array) if isinstance(value, _Sent) else _mapped(_received, value)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    if type(value) is dict:
+        return {key: function(inner) for key, inner in value.items()}
+    return [function(inner) for inner in value] if type(value) is list else value
 
 
 def as_it_is(items: list[Any]) -> Any:

@@ -6,11 +6,11 @@ where the script computes its own, right after the forward pass:
     def loss_func(loss_mask, token_losses):
         chosen_P, rejected_P = pair_log_probs(token_losses, loss_mask)
         losses_P = -logsigmoid(beta * (chosen_P - rejected_P))
-        weight = pair_weight()
-        loss, pairs = losses_P.sum() * weight, losses_P.new_tensor(losses_P.numel() * weight)
+        loss, pairs = losses_P.sum(), torch.tensor(losses_P.numel(), device=losses_P.device)
         return loss, pairs.int(), {"preference loss": torch.stack([loss.detach(), pairs])}
 
-Megatron then divides the sum of all losses by the sum of all pairs, over every pack and rank of the step.
+Megatron then divides the sum of all losses by the sum of all pairs, over every pack and rank of the step. Ranks that
+share a pack (context parallelism) each count its pairs, in both sums alike.
 """
 
 from torch import Tensor
@@ -45,13 +45,6 @@ def pair_log_probs(token_losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Ten
         )
     sums_S = _over_context_parallel_ranks(sums_S)
     return sums_S[0::2], sums_S[1::2]
-
-
-def pair_weight() -> int:
-    """What a rank must weigh its pairs with: context-parallel ranks see the same pairs, and only the first counts."""
-    from megatron.core import parallel_state
-
-    return int(parallel_state.get_context_parallel_rank() == 0)
 
 
 def _over_context_parallel_ranks(sums_S: Tensor) -> Tensor:

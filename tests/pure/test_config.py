@@ -156,6 +156,26 @@ def test_a_capacity_below_one_alignment_unit_is_not_advised_to_be_zero() -> None
     assert "--max-seqlen-per-dp-cp-rank 4 (capacity 8)." in said
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_tokens_per_rank": 8}, "2 samples of a row .* 32 together. Raise it to at least 16"),
+        ({"max_seqs": 1}, "--thd-max-packed-sequences 1: 2 samples"),
+        ({"scheduler": None}, "--varlen-sbhd-validation: a row of --packing-dataset preference makes 2 samples"),
+        ({"eval_max_tokens_per_rank": 8}, "--packing-eval-max-seqlen-per-dp-cp-rank 8: .*at least 16"),
+    ],
+)
+def test_pairs_need_room_for_both(changes: dict[str, Any], words: str) -> None:
+    usual: dict[str, Any] = {"topology": CP2_TP2, "seq_length": 16, "scheduler": "first_fit", "dataset": "preference"}
+    PackingConfig(**{**usual, "max_tokens_per_rank": 16, "max_seqs": 2})
+    with pytest.raises(ConfigError, match=words):
+        PackingConfig(**{**usual, "max_tokens_per_rank": 16, **changes})
+    own = PackingConfig(**{**usual, "dataset": "my:Pairs", "max_tokens_per_rank": 8})
+    own.check_together(1)
+    with pytest.raises(ConfigError, match="2 samples"):
+        own.check_together(2)
+
+
 def test_evaluation_takes_training_s_settings_where_it_has_none_of_its_own() -> None:
     usual = PackingConfig(topology=CP2_TP2, seq_length=8, scheduler="first_fit", max_tokens_per_rank=8, overlong="drop")
     assert usual.for_evaluation() == usual

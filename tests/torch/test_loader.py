@@ -5,6 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -33,7 +34,10 @@ def loader_of(dataset: VarlenDataset, order: list[Batch], workers: int) -> Loade
 
 def flat(items: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
     """Items without tensors, to compare."""
-    return [{k: v.tolist() if torch.is_tensor(v) else v for k, v in item.items()} for item in items]
+    return [
+        {name: (str(v.dtype), v.shape, v.tolist()) if torch.is_tensor(v) else v for name, v in item.items()}
+        for item in items
+    ]
 
 
 # --- order ----------------------------------------------------------------------------------------
@@ -79,6 +83,27 @@ def test_items_come_as_they_are_and_in_order_for_any_number_of_workers(tmp_path:
     assert {"dropped", "truncated"} < {field for item in expected for field in item}
     for workers in (0, 1, 3):
         assert flat(loader_of(dataset, order, workers)) == expected
+
+
+def test_items_of_any_shape_come_out_of_a_worker_and_are_our_own() -> None:
+    class Odd(torch.utils.data.Dataset[Any]):
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            side = {"tokens": torch.arange(3) + number, "scalar": torch.tensor(7, dtype=torch.int32)}
+            half = torch.ones(2, dtype=torch.bfloat16)
+            return {"together": [side, {"none": torch.zeros(0)}], "half": half, "why": "x", "array": np.ones(2)}
+
+    items = [list(loader_of(Odd(), [[0], [1]], workers)) for workers in (0, 1)]  # type: ignore[arg-type]
+    for item, expected in zip(items[1], items[0], strict=True):
+        assert item.keys() == expected.keys()
+        for name in ("tokens", "scalar"):
+            mine, theirs = item["together"][0][name], expected["together"][0][name]
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine, theirs)
+        assert item["together"][1]["none"].shape == (0,)
+        assert torch.equal(item["half"], expected["half"])
+        assert isinstance(item["array"], np.ndarray)
+        item["together"][0]["tokens"] += 1  # writable
+    assert items[1][1]["together"][0]["tokens"].tolist() == [2, 3, 4]
 
 
 def test_reading_draws_no_random_number_of_the_run(tmp_path: Path) -> None:
