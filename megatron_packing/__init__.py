@@ -19,7 +19,10 @@ _PUBLIC = {
     "register_schema": "megatron_packing.data",
     "PackedBatch": "megatron_packing.thd",
     "to_packed_seq_params": "megatron_packing.mcore.params",
+    "current_pack": "megatron_packing.mcore.step",
+    "pair_log_probs": "megatron_packing.mcore.pairs",
     "MockVarlenDataset": "megatron_packing.mcore.dataset",
+    "PreferenceDataset": "megatron_packing.mcore.dataset",
     "SFTDataset": "megatron_packing.mcore.dataset",
     "VarlenDataset": "megatron_packing.mcore.dataset",
 }

@@ -4,6 +4,7 @@
 combined with them. Both work on plain values, so that they can be tested without Megatron.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,9 @@ from megatron_packing.errors import ConfigError
 from megatron_packing.topology import Topology
 
 OVERLONG_POLICIES = ("error", "drop", "truncate", "truncate-left", "split")
+TRAIN_ON = ("all-assistant", "last-assistant")
+"""Every assistant turn is learned, or the last one only."""
+CHAT_FORMATS = ("auto", "megatron", "template", "plain", "bare")
 BAD_ROW_POLICIES = ("error", "skip")
 ATTENTION_BACKENDS = ("auto", "te", "sdpa", "stock")
 
@@ -30,9 +34,13 @@ class PackingConfig:
     max_seqs: int | None = None
     """Most samples in one pack; None: no limit."""
     dataset: str = "varlen"
-    """varlen, sft, mock, or module:Class of a user's own dataset."""
+    """varlen, sft, mock, preference, or module:Class of a user's own dataset."""
     mock_config: str | None = None
     """Inline JSON or a path: how the mock dataset draws its lengths."""
+    order: Literal["single", "cyclic"] = "single"
+    """Of training samples: in order, or shuffled by Megatron."""
+    shuffle: bool = False
+    """Whether training rows get a new order in each epoch."""
     overlong: str = "error"
     """What happens to a sample longer than seq_length."""
     bad_rows: str = "error"
@@ -41,16 +49,44 @@ class PackingConfig:
     """The core attention of the run: Transformer Engine's, ours, Megatron's own, or that of the user's --spec, which is
     looked at once the model is built."""
     chat_format: str = "auto"
-    """How conversations become tokens where the tokenizer has no chat template."""
+    """How conversations become tokens."""
+    train_on: str = "all-assistant"
+    """Which assistant turns are learned."""
+    schema: str = "auto"
+    """How rows are understood; looked up once the data modules are imported, as it may be a user's own."""
+    token_cache: str | None = None
+    """Folder that keeps tokenized rows from run to run; None: none is kept."""
     log_interval: int = 1
     """Steps between two lines of packing figures."""
     data_timeout: float = 300.0
     """Seconds that a reader may take for one item."""
+    full_validation: bool = False
+    """Whether an evaluation takes every row once."""
+    eval_scheduler: str | None = None
+    """Of validation and test, as the two below; None: as in training."""
+    eval_max_tokens_per_rank: int | None = None
+    eval_overlong: str | None = None
 
     @property
     def packed(self) -> bool:
         """Whether samples are packed; otherwise each is padded to seq_length."""
         return self.scheduler is not None
+
+    def for_evaluation(self) -> "PackingConfig":
+        """The settings that validation and test are packed under.
+
+        Raises:
+            ConfigError: they cannot work.
+        """
+        return dataclasses.replace(
+            self,
+            scheduler=self.eval_scheduler or self.scheduler,
+            max_tokens_per_rank=self.eval_max_tokens_per_rank or self.max_tokens_per_rank,
+            overlong=self.eval_overlong or self.overlong,
+            eval_scheduler=None,
+            eval_max_tokens_per_rank=None,
+            eval_overlong=None,
+        )
 
     @property
     def capacity(self) -> int:
@@ -60,6 +96,9 @@ class PackingConfig:
     def __post_init__(self) -> None:
         _check_choice("--packing-overlong", self.overlong, OVERLONG_POLICIES)
         _check_choice("--packing-bad-rows", self.bad_rows, BAD_ROW_POLICIES)
+        _check_choice("--packing-chat-format", self.chat_format, CHAT_FORMATS)
+        _check_choice("--packing-train-on", self.train_on, TRAIN_ON)
+        self._check_split()
         _check_positive("--seq-length", self.seq_length)
         _check_positive("--packing-log-interval", self.log_interval)
         _check_positive("--packing-data-timeout", self.data_timeout)
@@ -68,6 +107,66 @@ class PackingConfig:
         if self.packed:
             self._check_capacity()
             self._check_attention()
+        self._check_evaluation()
+        self.check_together(samples_kept_together(self.dataset))
+
+    def check_together(self, samples: int) -> None:
+        """Refuse settings under which the samples of a row that must share a pack might not fit in one.
+
+        Args:
+            samples: of a row; a dataset's `kept_together`.
+        """
+        if samples == 1:
+            return
+        if not self.packed:
+            raise ConfigError(
+                f"--varlen-sbhd-validation: a row of --packing-dataset {self.dataset} makes {samples} samples, which "
+                "cannot be one padded row. Drop the flag."
+            )
+        if self.max_seqs is not None and self.max_seqs < samples:
+            raise ConfigError(
+                f"--thd-max-packed-sequences {self.max_seqs}: {samples} samples of a row must share a pack. Raise it "
+                f"to at least {samples}."
+            )
+        longest = samples * self.topology.pad(self.seq_length)
+        if self.capacity < longest:
+            raise ConfigError(
+                f"--max-seqlen-per-dp-cp-rank {self.max_tokens_per_rank}: a pack holds {self.capacity} tokens, but "
+                f"{samples} samples of a row must share it and may have {longest} together. Raise it to at least "
+                f"{-(-longest // self.topology.cp)} or lower --seq-length."
+            )
+
+    def _check_evaluation(self) -> None:
+        given = {
+            "--packing-eval-scheduler": self.eval_scheduler,
+            "--packing-eval-max-seqlen-per-dp-cp-rank": self.eval_max_tokens_per_rank,
+        }
+        for flag, value in given.items():
+            if value is not None and not self.packed:
+                raise ConfigError(f"{flag} {value}: the reference run does not pack. Drop the flag.")
+        if self.eval_overlong is not None:
+            _check_choice("--packing-eval-overlong", self.eval_overlong, OVERLONG_POLICIES)
+        if self.eval_max_tokens_per_rank is not None:
+            _check_positive("--packing-eval-max-seqlen-per-dp-cp-rank", self.eval_max_tokens_per_rank)
+            try:
+                self.for_evaluation()
+            except ConfigError as error:
+                flag = "--packing-eval-max-seqlen-per-dp-cp-rank"
+                raise ConfigError(str(error).replace("--max-seqlen-per-dp-cp-rank", flag)) from None
+
+    def _check_split(self) -> None:
+        if self.overlong != "split":
+            return
+        if not self.packed:
+            raise ConfigError(
+                "--packing-overlong split with --varlen-sbhd-validation: a row that makes several samples cannot be "
+                "one padded row. Use drop, truncate or truncate-left in both runs that you compare."
+            )
+        if self.dataset == "sft":
+            raise ConfigError(
+                "--packing-overlong split with --sft: a row's chats share a buffer of --seq-length tokens, and chats "
+                "are never split. Use drop or truncate."
+            )
 
     def _check_capacity(self) -> None:
         _check_positive("--max-seqlen-per-dp-cp-rank", self.max_tokens_per_rank)
@@ -93,6 +192,11 @@ class PackingConfig:
                 "--packing-attention stock: Megatron's local DotProductAttention has no notion of boundaries and would "
                 "let samples see each other. Use auto, sdpa or te."
             )
+
+
+def samples_kept_together(dataset: str) -> int:
+    """Samples of a row that must share a pack, of our own datasets; a user's own says so once it is imported."""
+    return 2 if dataset == "preference" else 1
 
 
 def _check_choice(flag: str, value: str, known: tuple[str, ...]) -> None:
@@ -141,7 +245,10 @@ _ALWAYS = (
         "--dataloader-type {value}: a step's samples must come from Megatron's own samplers. Use single or cyclic.",
         lambda value: value not in (None, "single", "cyclic"),
     ),
-    _refuse("full_validation", "--full-validation: not proven with packing. Set --eval-iters instead."),
+    _refuse(
+        "phase_transition_iterations",
+        "--phase-transition-iterations {value}: phases that begin their data anew are not proven. Drop the flag.",
+    ),
     _refuse(
         "perform_rl_step",
         "--perform-rl-step: RL has a packer of its own; packing cannot be combined with it. Drop one.",

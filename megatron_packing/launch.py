@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_packing.errors import ConfigError, PackingError
+from megatron_packing.errors import ConfigError, PackingError, SampleError
 
 _PEERS = "megatron_packing.mcore.peers"  # loads torch, so that it is there only once a run has begun
 
@@ -55,7 +55,12 @@ def _end_with(code: int, cause: str) -> NoReturn:
 
 
 def _print_what_nobody_foresaw(error: BaseException) -> None:
-    """The traceback of a bug, also where it travels as a failure that every rank tells."""
+    """The traceback of a bug, also where it travels as a failure that every rank tells.
+
+    A row that cannot be used is no bug: what a parser or a tokenizer said of it is in our message.
+    """
+    if isinstance(error, SampleError):
+        return
     unforeseen = error.__cause__ if isinstance(error, PackingError) else error
     if unforeseen is not None and not isinstance(unforeseen, PackingError):
         traceback.print_exception(unforeseen)

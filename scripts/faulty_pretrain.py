@@ -189,27 +189,34 @@ def terminate_job(fault: Fault) -> None:
 # --- at a checkpoint --------------------------------------------------------------------------------------------------
 
 
-def in_save(act: Callable[[Fault], None]) -> Callable[[Fault], None]:
-    """Do `act` as the first checkpoint at or after the step begins."""
+def in_save(act: Callable[[Fault], threading.Thread | None]) -> Callable[[Fault], None]:
+    """Do `act` as the first checkpoint at or after the step begins; what goes on after it is waited for."""
 
     def install(fault: Fault) -> None:
         save = checkpointing.save_checkpoint
 
         @functools.wraps(save)
         def faulty(iteration: int, *args: Any, **keywords: Any) -> Any:
+            at_work = None
             if fault.is_here and iteration >= fault.step:
                 fault.strikes()
-                act(fault)
-            return save(iteration, *args, **keywords)
+                at_work = act(fault)
+            saved = save(iteration, *args, **keywords)
+            if at_work is not None:
+                at_work.join()
+            return saved
 
         checkpointing.save_checkpoint = training.save_checkpoint = faulty
 
     return install
 
 
-def kill_within_save(fault: Fault) -> None:
+def kill_within_save(fault: Fault) -> threading.Thread:
+    """Anywhere in the save, or right after it where that was faster."""
     delay = random.Random(fault.seed).uniform(0, SAVE_SECONDS)
-    threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
+    timer.start()
+    return timer
 
 
 def fill_disk(fault: Fault) -> None:

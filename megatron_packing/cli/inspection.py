@@ -1,234 +1,187 @@
-"""What would a run see in this file? Answered by the data code of training itself.
+"""What would a run see in its data? Answered by the data code of training itself, under training's own flags.
 
-Cost: Megatron's import, some seconds; then reading and tokenizing the rows looked at.
+Cost: Megatron's import, some seconds; then reading and tokenizing the rows looked at. Help loads nothing heavy.
 """
 
+import argparse
+import os
+import sys
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from pathlib import Path
-from typing import Annotated, Any
+from inspect import getdoc
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import typer
-from rich.progress import Progress, TaskID
-from rich.table import Table
-from rich.text import Text
 
-from megatron_packing.cli.output import console, print_json, progress_bar, say
-from megatron_packing.data import Dropped, Encoder, Source, Survey, TokenizedSample, Tokenizer, open_source, survey
-from megatron_packing.data.encode import NOT_BAD_ROWS
-from megatron_packing.data.tokenizer import tokenizer_errors
-from megatron_packing.errors import ConfigError, SampleError
+from megatron_packing.cli.output import print_json, say
+from megatron_packing.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_packing.data import Survey
+    from megatron_packing.mcore.data_flags import DataRun
+    from megatron_packing.mcore.look import DataPath, DatasetRows
 
 _LONG_WORK = 5_000
 """Rows from which a progress bar is worth its place: about a second of tokenizing."""
 
-_TARGET_STYLE = "bold green"
+_MOCK_ROWS = 10_000
+"""Made-up rows looked at where --limit is missing: there are a million of them."""
+
+_SHORT_NAMES = {"--data": "--data-path", "--tokenizer": "--tokenizer-model", "--schema": "--packing-schema"}
+
+_MEGATRONS = """
+Short names: --data for --data-path, --tokenizer for --tokenizer-model, --schema for --packing-schema. A tokenizer is a
+Hugging Face folder, a SentencePiece .model file, or null:VOCAB for rows of numbers; its --tokenizer-type is guessed.
+
+Megatron's own flags of data and tokenizers are taken as in training, among them:
+  --data-path [WEIGHT] PATH ...  --train-data-path, --valid-data-path, --test-data-path  --data-args-path
+  --split  --data-cache-path  --mock-data  --seq-length N  --seed N  --sft  --sft-tokenizer-prompt-format
+  --tokenizer-type  --tokenizer-model  --vocab-size  --chat-template  --tokenizer-special-tokens
+
+Flags of training without bearing on the data are passed over, and named.
+"""
 
 
-def inspect(
-    context: typer.Context,
-    data: Annotated[Path, typer.Option("--data", "--data-path", help="The data file: .jsonl, .ndjson or .json.")],
-    seq_length: Annotated[int, typer.Option(min=1, help="The longest sample, in tokens.")],
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            "--tokenizer",
-            "--tokenizer-model",
-            help="A Hugging Face folder, a SentencePiece .model file, or null:VOCAB for rows of numbers.",
-        ),
-    ] = None,
-    tokenizer_type: Annotated[
-        str | None, typer.Option(help="Megatron's name of the tokenizer. Default: guessed from --tokenizer.")
-    ] = None,
-    schema: Annotated[str, typer.Option(help="How rows are understood; auto decides row by row.")] = "auto",
-    row: Annotated[int | None, typer.Option(min=0, help="Show this one row, counted from 0, token by token.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Look at the first rows only. Default: all.")] = None,
-    packing_overlong: Annotated[
-        str, typer.Option(help="A sample longer than --seq-length: error, drop, truncate or truncate-left.")
-    ] = "error",
-    packing_chat_format: Annotated[
-        str, typer.Option(help="Conversations without a chat template: auto, plain or bare.")
-    ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of tables.")] = False,
-) -> None:
-    """Show what training would see in a data file: samples, targets, what is skipped and why.
+def inspect(context: typer.Context) -> None:
+    """Show what training would see in its data: samples, targets, what is skipped and why.
 
-    Takes Megatron's tokenizer flags too: --vocab-size, --chat-template, --tokenizer-special-tokens and the others.
+    Takes every data and tokenizer flag of training.
     """
-    from megatron_packing.mcore.tokenizer_flags import load_tokenizer  # imports Megatron
+    words = list(context.args)
+    if "--help" in words or "-h" in words:
+        print(_help())
+        return
+    from megatron_packing.mcore.data_flags import resolve_run  # imports Megatron
 
-    source = open_source(data)
-    if row is not None and row >= len(source):
-        raise ConfigError(f"--row {row:,}: {data} has {len(source):,} rows, counted from 0. Choose a smaller one.")
-    encoder = Encoder(
-        load_tokenizer(tokenizer, tokenizer_type, context.args),
-        seq_length,
-        packing_overlong,
-        chat=packing_chat_format,
-        schema=schema,
+    sys.path.insert(0, os.getcwd())  # as a script's folder is, for --packing-dataset
+    run = resolve_run([_in_full(word) for word in words], _add_own_flags)
+    if run.ignored:
+        say("note", f"no bearing on the data, passed over: {', '.join(run.ignored)}")
+    if run.args.row is None:
+        _show_paths(run)
+    else:
+        _show_row(run, run.args.row)
+
+
+def _in_full(word: str) -> str:
+    flag, equals, value = word.partition("=")
+    return _SHORT_NAMES.get(flag, flag) + equals + value
+
+
+def _add_own_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("inspect")
+    group.add_argument(
+        "--row",
+        type=_at_least(0),
+        metavar="I",
+        help="show this one row, counted from 0 through all paths in order, token by token",
     )
-    if row is None:
-        _show_survey(_surveyed(source, encoder, limit or len(source)), encoder, as_json=as_json, total=len(source))
+    group.add_argument(
+        "--limit", type=_at_least(1), metavar="N", help="look at the first N rows of each file only (default: all)"
+    )
+    group.add_argument("--json", action="store_true", help="JSON on standard output instead of tables")
+
+
+def _at_least(lowest: int) -> Any:
+    def number(word: str) -> int:
+        value = int(word)
+        if value < lowest:
+            raise argparse.ArgumentTypeError(f"{value} is less than {lowest}")
+        return value
+
+    return number
+
+
+def _help() -> str:
+    from megatron_packing.mcore.args import add_data_flags
+
+    parser = argparse.ArgumentParser(
+        prog="megatron-packing inspect",
+        usage="megatron-packing inspect --data PATH --tokenizer NAME --seq-length N [flags]",
+        description=getdoc(inspect),
+        epilog=_MEGATRONS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    _add_own_flags(parser)
+    add_data_flags(parser)
+    return parser.format_help()
+
+
+def _rows_of(run: "DataRun", data: "DataPath") -> "DatasetRows":
+    from megatron_packing.mcore.dataset import VarlenDataset
+    from megatron_packing.mcore.look import DatasetRows
+
+    if not issubclass(run.dataset_class, VarlenDataset):
+        raise ConfigError(
+            f"--packing-dataset {run.packing.dataset}: rows cannot be looked at one by one. Derive it from "
+            "VarlenDataset or SFTDataset."
+        )
+    return DatasetRows(run.dataset_class, run.config, data)
+
+
+# --- whole files ----------------------------------------------------------------------------------
+
+
+def _show_paths(run: "DataRun") -> None:
+    from megatron_packing.cli.survey_tables import SurveyedPath, figures, print_tables
+    from megatron_packing.data.encode import NOT_BAD_ROWS
+    from megatron_packing.data.survey import merged
+    from megatron_packing.mcore.look import data_paths, rows_by_split
+
+    surveyed: list[SurveyedPath] = []
+    told = ""
+    for data in data_paths(run.config):
+        rows = _rows_of(run, data)
+        told = told or rows.dataset.encoder.describe()
+        for name, seen, span in _surveyed(rows, run.args.limit):
+            by_split = rows_by_split(run.config, data, span, len(rows))
+            one = SurveyedPath(path=name, seen=seen, total_rows=len(span), uses=data.uses, rows_by_split=by_split)
+            surveyed.append(one)
+    total = merged([one.seen for one in surveyed])
+    if run.args.json:
+        print_json(figures(total, surveyed))
     else:
-        _show_row(source, row, encoder, as_json=as_json)
-
-
-# --- the whole file -------------------------------------------------------------------------------
-
-
-class _Watched:
-    """A source that moves a progress bar at every row read."""
-
-    def __init__(self, source: Source, progress: Progress, task: TaskID) -> None:
-        self._source, self._progress, self._task = source, progress, task
-
-    @property
-    def path(self) -> str:
-        return self._source.path
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, row: int) -> Any:
-        self._progress.advance(self._task)
-        return self._source[row]
-
-
-def _surveyed(source: Source, encoder: Encoder, limit: int) -> Survey:
-    rows = min(limit, len(source))
-    with progress_bar(wanted=rows >= _LONG_WORK) as progress:
-        return survey(_Watched(source, progress, progress.add_task("tokenizing", total=rows)), encoder, rows)
-
-
-def _show_survey(seen: Survey, encoder: Encoder, *, as_json: bool, total: int) -> None:
-    if as_json:
-        print_json(_survey_figures(seen))
-    else:
-        _print_survey(seen, encoder, total=total)
-    fault = seen.first_error
+        print_tables(total, surveyed, told)
+    fault = total.first_error
     if fault is not None:
-        by_setting = fault.reason in NOT_BAD_ROWS
+        by_setting = fault.reason in NOT_BAD_ROWS or run.packing.bad_rows == "skip"
         say("first fault", f"{fault}{'' if by_setting else ' (--packing-bad-rows skip lets training pass over it.)'}")
-    if not seen.samples:
-        say("note", f"{seen.path}: no row looked at makes a sample, so training on it would not start.")
+    for one in surveyed:
+        if not one.seen.samples:
+            say("note", f"{one.path}: no row looked at makes a sample, so training on it would not start.")
 
 
-def _survey_figures(seen: Survey) -> dict[str, Any]:
-    return {
-        "rows": seen.rows,
-        "samples": seen.samples,
-        "skipped": dict(sorted(seen.skipped.items())),
-        "truncated": seen.truncated,
-        "tokens": seen.tokens,
-        "targets": seen.targets,
-        "lengths": _spread(seen),
-    }
+def _surveyed(rows: "DatasetRows", limit: int | None) -> Iterator[tuple[str, "Survey", range]]:
+    """Each file of a path: its name, what its first rows give, and all of its rows."""
+    from megatron_packing.data import survey
+    from megatron_packing.data.progress import progress_bar
+    from megatron_packing.data.survey import Stretch
 
-
-def _spread(seen: Survey) -> dict[str, int | None]:
-    """Smallest, median, 95th percentile and largest length, each one that occurs; None where there is no sample."""
-    shares = {"min": 0, "p50": 50, "p95": 95, "max": 100}
-    if not seen.samples:
-        return dict.fromkeys(shares)
-    return {name: int(np.percentile(seen.lengths, share, method="inverted_cdf")) for name, share in shares.items()}
-
-
-def _print_survey(seen: Survey, encoder: Encoder, *, total: int) -> None:
-    out = console()
-    out.print(encoder.describe(), soft_wrap=True)
-    looked_at = "all" if seen.rows == total else f"the first {seen.rows:,} of"
-    table = Table(title=f"{seen.path}: {looked_at} {total:,} rows", title_justify="left")
-    table.add_column("")
-    table.add_column("count", justify="right")
-    table.add_column("share", justify="right")
-    table.add_row("samples", f"{seen.samples:,}", f"{seen.samples / seen.rows:.1%} of rows")
-    for reason, count in sorted(seen.skipped.items()):
-        table.add_row(f"skipped: {reason}", f"{count:,}", f"{count / seen.rows:.1%} of rows")
-    table.add_row("truncated", f"{seen.truncated:,}", "")
-    table.add_row("tokens", f"{seen.tokens:,}", "")
-    table.add_row("targets", f"{seen.targets:,}", f"{seen.targets / seen.tokens:.1%} of tokens" if seen.tokens else "")
-    table.add_section()
-    for name, length in _spread(seen).items():
-        table.add_row(f"length, {name}", "-" if length is None else f"{length:,}", "")
-    out.print(table)
+    limit = limit or (len(rows) if rows.worth_reading else _MOCK_ROWS)
+    looked_at = sum(min(limit, len(span)) for _, span in rows.files)
+    with progress_bar(wanted=looked_at >= _LONG_WORK) as progress:
+        task = progress.add_task(f"tokenizing {rows.path}", total=looked_at)
+        for name, span in rows.files:
+            try:
+                stretch = Stretch(rows=span[:limit], encoded=True)
+                yield name, survey(rows, [stretch], watch=lambda: progress.advance(task)), span
+            except Exception as error:  # whatever a user's dataset raises
+                raise rows.named(error) from error
 
 
 # --- one row --------------------------------------------------------------------------------------
 
 
-def _show_row(source: Source, row: int, encoder: Encoder, *, as_json: bool) -> None:
-    record = source[row]
-    sample = encoder.encode(record)
-    if isinstance(sample, Dropped):
-        raise SampleError(
-            record.path, record.line, f"makes no sample: {sample.reason}. Choose another --row.", reason=sample.reason
-        )
-    try:
-        if as_json:
-            print_json(_row_figures(sample, encoder.tokenizer))
-        else:
-            _print_row(sample, encoder.tokenizer, f"{record.path}:{record.line}")
-    except tokenizer_errors() as error:
-        raise SampleError(
-            record.path,
-            record.line,
-            f"tokenizer {encoder.tokenizer.name} cannot decode its ids, the largest of which is "
-            f"{int(sample.labels.max()):,} ({type(error).__name__}: {error}). Is it the tokenizer for this data?",
-            reason="not_decodable",
-        ) from error
+def _show_row(run: "DataRun", row: int) -> None:
+    from megatron_packing.cli.row_tables import show_row
+    from megatron_packing.mcore.look import data_paths
 
-
-def _row_figures(sample: TokenizedSample, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "tokens": sample.tokens.tolist(),
-        "labels": sample.labels.tolist(),
-        "loss_mask": sample.loss_mask.astype(int).tolist(),
-        "position_ids": list(range(sample.length)),
-        "target_texts": target_texts(sample, tokenizer),
-    }
-
-
-def target_texts(sample: TokenizedSample, tokenizer: Tokenizer) -> list[str]:
-    """The text of each target, in order. Those of one unbroken run of targets, joined, are the run's decoded text."""
-    edges = np.flatnonzero(np.diff(sample.loss_mask, prepend=0, append=0))
-    runs = edges.reshape(-1, 2)
-    return [text for start, end in runs for text in _pieces(sample.labels[start:end].tolist(), tokenizer)]
-
-
-def _pieces(ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """The text that each id adds to the ids before it.
-
-    Ids are not decoded one by one: that would lose the spaces between words, and a character written in several
-    tokens would come out as none at all. It goes to the last of its tokens, the others add "".
-    """
-    start = done = 0  # ids[start:done] are decoded along as context: one id's text may depend on the one before
-    for end in range(1, len(ids) + 1):
-        before = tokenizer.decode(ids[start:done]) if start < done else ""
-        text = tokenizer.decode(ids[start:end])
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
-            yield ""
-            continue
-        yield text[len(before) :]
-        start, done = done, end
-
-
-def _print_row(sample: TokenizedSample, tokenizer: Tokenizer, where: str) -> None:
-    targets = int(sample.loss_mask.sum())
-    cut = ", truncated" if sample.truncated else ""
-    table = Table(title=f"{where}: {sample.length:,} tokens, {targets:,} targets (marked *){cut}", title_justify="left")
-    for name in ("position", "token", "text", "label", "text", "target"):
-        table.add_column(name, justify="left" if name in ("text", "target") else "right")
-    ids = [*sample.tokens.tolist(), int(sample.labels[-1])]
-    shown = list(zip(map(str, ids), _shown(ids, tokenizer), strict=True))
-    for position, ((token, label), counts) in enumerate(zip(pairwise(shown), sample.loss_mask, strict=True)):
-        style = _TARGET_STYLE if counts else ""
-        learned = (Text(cell, style=style) for cell in (*label, "*" if counts else ""))
-        table.add_row(str(position), *token, *learned)
-    console().print(table)
-
-
-def _shown(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    """The text of each id in quotes, so that spaces, line ends and terminal codes are seen and not obeyed."""
-    special = {tokenizer.eos_id: "EOS", tokenizer.bos_id: "BOS"}
-    return [special.get(i, repr(text)) for i, text in zip(ids, _pieces(ids, tokenizer), strict=True)]
+    before = 0
+    for data in data_paths(run.config):
+        rows = _rows_of(run, data)
+        if row < before + len(rows):
+            show_row(rows, row - before, as_json=run.args.json)
+            return
+        before += len(rows)
+    paths: Sequence[str] = [str(data.path) for data in data_paths(run.config)]
+    raise ConfigError(f"--row {row:,}: {', '.join(paths)} has {before:,} rows, counted from 0. Choose a smaller one.")

@@ -20,10 +20,9 @@ app = typer.Typer(
 
 app.command("plan")(reports_errors(plan))
 app.command("pack")(reports_errors(pack))
-# What is no flag of ours goes to Megatron's tokenizer parser, which refuses what it does not know.
-app.command("inspect", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    reports_errors(inspect)
-)
+# Training's own parser reads its flags, --help included, and refuses what it does not know.
+_ALL_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command("inspect", context_settings=_ALL_WORDS)(reports_errors(inspect))
 
 
 def _show_version(wanted: bool) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_packing.errors import PackingError
 
@@ -49,14 +48,3 @@ def console() -> Console:
     """Where human tables go. What a table shows may be anyone's text, so nothing in it is read as markup."""
     width = None if sys.stdout.isatty() else _PIPE_COLUMNS
     return Console(width=width, markup=False, emoji=False, highlight=False)
-
-
-def progress_bar(*, wanted: bool) -> Progress:
-    """A bar on standard error that leaves no trace; none where that is no terminal, or the work is short.
-
-    Args:
-        wanted: whether the work is long enough for a bar.
-    """
-    errors = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=errors, transient=True, disable=not (wanted and errors.is_terminal))

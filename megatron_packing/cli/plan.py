@@ -14,8 +14,9 @@ import typer
 from rich.table import Table
 
 from megatron_packing.cli.lengths import load_lengths
-from megatron_packing.cli.output import console, print_json, progress_bar, say
+from megatron_packing.cli.output import console, print_json, say
 from megatron_packing.cli.padded import PaddedAccount, padded_account
+from megatron_packing.data.progress import progress_bar
 from megatron_packing.errors import CapacityError, ConfigError
 from megatron_packing.schedule import (
     CHOOSES_GROUPS,

@@ -1,10 +1,11 @@
 """What has every rank drawn for this step? Lengths and targets, gathered over the data-parallel ranks.
 
 Every rank leaves with the same global list, rank-major, or every rank raises: a rank that could not
-read its samples still takes part, and says so. Cost: one all-gather of two integers a sample and a
+read its samples still takes part, and says so. Cost: one all-gather of three integers a sample and a
 few more.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ class GatheredLengths:
     """Tokens of each sample, without padding."""
     targets: tuple[int, ...]
     """Targets of each sample."""
+    joined: tuple[bool, ...]
+    """Whether a sample must share the pack of the one before it, as the answers of a preference pair must."""
     counts: tuple[int, ...]
     """Samples that each DP rank drew."""
     counters: tuple[int, ...] = ()
@@ -31,6 +34,11 @@ class GatheredLengths:
     def first_id(self, rank: int) -> int:
         """Id of the first sample that `rank` drew; its others follow."""
         return sum(self.counts[:rank])
+
+    def units(self) -> tuple[tuple[int, ...], ...]:
+        """The ids of the samples that must share a pack, in order; of most datasets, each sample alone."""
+        starts = [i for i, joined in enumerate(self.joined) if not joined]
+        return tuple(tuple(range(a, b)) for a, b in itertools.pairwise([*starts, len(self.joined)]))
 
     def owners(self) -> list[int]:
         """The rank that drew each sample, by id."""
@@ -44,6 +52,7 @@ def gather_lengths(
     limit: int,
     group: dist.ProcessGroup | None,
     device: torch.device | str,
+    joined: Sequence[bool] | None = None,
     counters: Sequence[int] = (),
     failure: Exception | None = None,
 ) -> GatheredLengths:
@@ -56,42 +65,50 @@ def gather_lengths(
             rank drew more (a row of `SFTDataset` holds any number), a second one carries them.
         group: the data-parallel group; None for a single rank.
         device: where the group's backend wants its tensors.
+        joined: of this rank's samples, see `GatheredLengths`; None: each stands alone.
         counters: numbers to be summed over the ranks, as many on each.
         failure: what kept this rank from drawing its samples.
 
     Raises:
         Exception: `failure` itself on the rank that had it; `PackingError` with its text on the others.
     """
+    joined = [False] * len(lengths) if joined is None else joined
     if group is None or group.size() == 1:
         if failure is not None:
             raise failure
         return GatheredLengths(
-            lengths=tuple(lengths), targets=tuple(targets), counts=(len(lengths),), counters=tuple(counters)
+            lengths=tuple(lengths),
+            targets=tuple(targets),
+            joined=tuple(joined),
+            counts=(len(lengths),),
+            counters=tuple(counters),
         )
     header = torch.tensor([int(failure is not None), len(lengths), *counters], dtype=torch.int64)
-    drawn_2S = torch.tensor([list(lengths), list(targets)], dtype=torch.int64).view(2, -1)
-    rows = all_gather_rows(torch.cat([header, _fill(drawn_2S, limit)]), group=group, device=device)
+    drawn_3S = torch.tensor([list(lengths), list(targets), list(joined)], dtype=torch.int64).view(3, -1)
+    rows = all_gather_rows(torch.cat([header, _fill(drawn_3S, limit)]), group=group, device=device)
     headers, bodies = rows[:, : header.numel()], rows[:, header.numel() :]
     if bool(headers[:, 0].any()):
         raise_first_failure(failure, group=group, device=device)
     counts = headers[:, 1].tolist()
     if max(counts) > limit:
         limit = max(counts)
-        bodies = all_gather_rows(_fill(drawn_2S, limit), group=group, device=device)
-    bodies = bodies.view(len(counts), 2, limit)
-    all_lengths, all_targets = torch.cat([body[:, :n] for body, n in zip(bodies, counts, strict=True)], dim=1).tolist()
+        bodies = all_gather_rows(_fill(drawn_3S, limit), group=group, device=device)
+    bodies = bodies.view(len(counts), 3, limit)
+    everyone_3S = torch.cat([body[:, :n] for body, n in zip(bodies, counts, strict=True)], dim=1)
+    all_lengths, all_targets, all_joined = everyone_3S.tolist()
     return GatheredLengths(
         lengths=tuple(all_lengths),
         targets=tuple(all_targets),
+        joined=tuple(map(bool, all_joined)),
         counts=tuple(counts),
         counters=tuple(headers[:, 2:].sum(dim=0).tolist()),
     )
 
 
-def _fill(drawn_2S: torch.Tensor, limit: int) -> torch.Tensor:
-    """[2 * limit]: lengths and targets, each cut to or filled with zeros up to `limit`."""
-    filled = drawn_2S.new_zeros(2, limit)
-    kept = drawn_2S[:, :limit]
+def _fill(drawn_3S: torch.Tensor, limit: int) -> torch.Tensor:
+    """[3 * limit]: lengths, targets and joints, each cut to or filled with zeros up to `limit`."""
+    filled = drawn_3S.new_zeros(3, limit)
+    kept = drawn_3S[:, :limit]
     filled[:, : kept.shape[1]] = kept
     return filled.view(-1)
 

@@ -4,6 +4,7 @@ Needs neither torch nor Megatron; the tokenizer is handed in.
 """
 
 from megatron_packing.data.encode import OVERLONG, Dropped, Encoder, TokenizedSample
+from megatron_packing.data.preferences import Pair, convert_pair
 from megatron_packing.data.schemas import (
     Conversation,
     Document,
@@ -14,7 +15,7 @@ from megatron_packing.data.schemas import (
     split_conversations,
 )
 from megatron_packing.data.sources import JsonListSource, JsonlSource, Record, Source, open_source
-from megatron_packing.data.survey import Survey, survey
+from megatron_packing.data.survey import Rows, Survey, survey
 from megatron_packing.data.synthetic import MockSource
 from megatron_packing.data.tokenizer import Tokenizer
 
@@ -28,13 +29,16 @@ __all__ = [
     "JsonlSource",
     "Message",
     "MockSource",
+    "Pair",
     "Record",
+    "Rows",
     "Source",
     "Survey",
     "TokenIds",
     "TokenizedSample",
     "Tokenizer",
     "convert",
+    "convert_pair",
     "open_source",
     "register_schema",
     "split_conversations",

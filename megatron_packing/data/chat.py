@@ -3,39 +3,39 @@
 1. `megatron`: Megatron's SFTTokenizer writes ids and targets. Its formats "default" and "identity" call every id a
    target; there the targets are found as in 2, or the run is refused.
 2. `template`: the chat template of a transformers tokenizer. With `{% generation %}` blocks the template says what is
-   learned. Without them, each assistant turn is found by rendering the conversation up to it.
+   learned. Without them, each assistant turn is found by rendering the conversation up to it, and verified.
 3. `plain`: no template. Each turn opens with a line that names the speaker (`User:`, `Assistant:`), turns are one empty
-   line apart, EOS closes each assistant turn. `bare` leaves the speaker lines out.
+   line apart, EOS closes each assistant turn. `bare` leaves the speaker lines out. A row's tools, as JSON, go before
+   its turns. Tool calls that a row wrote as text stay that text; other calls, and thoughts kept apart, are refused.
 
 In 1 and 2 the template is the truth: no BOS or EOS is added to what it writes, because none would be there when the
-model is asked. In 3 BOS, if the vocabulary has one, opens the conversation.
+model is asked. In 3 BOS, if texts of the vocabulary begin with it, opens the conversation.
 
 Learned: what the assistant says and the mark that ends its turn. Not learned: speaker lines, everybody else's turns,
 white space behind an end mark, and assistant turns that say nothing.
 
-Cost: one tokenizer call a row; `template` without generation blocks renders up to 3 prefixes for each assistant turn,
-so time quadratic in turns. Every way also costs the row's length.
+Cost: one tokenizer call a row (3: two a turn), and for 2 the renders counted in `template`.
 """
 
-import re
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_packing.data.schemas import Conversation, Message
+from megatron_packing.data.meaning import Conversation, Message
+from megatron_packing.data.template import Ids, Mask, Template, TurnFinder, as_text, overlapping, refused
 from megatron_packing.data.tokenizer import Tokenizer, encode_text, tokenizer_errors
 from megatron_packing.errors import ConfigError, SampleError
 
 IGNORE_INDEX = -100
 """What Megatron's SFTTokenizer writes where nothing is learned."""
 
-TRAIN_ON = ("assistant", "last")
-"""assistant: every assistant turn is learned; last: the last one only. A turn's own `supervised` overrides either."""
+TRAIN_ON = ("all-assistant", "last-assistant")
+"""Every assistant turn is learned, or the last one only. A turn's own `supervised` overrides either."""
 
-Ids = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
+_NO_TOOLS = "; has no place for a row's tools, which are not shown"
 
 
 class ChatWay(Protocol):
@@ -61,11 +61,19 @@ class ChatWay(Protocol):
     def describe(self) -> str:
         """One line for the log: which way is used."""
 
+    def content(self) -> str:
+        """What ids and targets depend on besides the tokenizer, as one text; part of the encoder's fingerprint."""
 
-def learned_turns(conversation: Conversation, train_on: str = "assistant") -> tuple[bool, ...]:
-    """For each turn whether it is to be learned: assistant turns that say something, as `train_on` and the row ask."""
+
+def learned_turns(conversation: Conversation, train_on: str = TRAIN_ON[0]) -> tuple[bool, ...]:
+    """For each turn whether it is to be learned: assistant turns that say something, as `train_on` and the row ask.
+
+    Args:
+        conversation: the turns; a turn's own `supervised` overrides `train_on`.
+        train_on: one of `TRAIN_ON`.
+    """
     answers = [place for place, message in enumerate(conversation.messages) if message.is_answer]
-    chosen = set(answers[-1:] if train_on == "last" else answers)
+    chosen = set(answers[-1:] if train_on == "last-assistant" else answers)
     return tuple(
         message.is_answer and (message.supervised if message.supervised is not None else place in chosen)
         for place, message in enumerate(conversation.messages)
@@ -79,7 +87,13 @@ def choose_chat(tokenizer: Tokenizer, way: str = "auto") -> ChatWay:
         ConfigError: the way is unknown, or asked for by name and the tokenizer cannot do it.
     """
     if way == "auto":
-        way = "megatron" if tokenizer.conversation is not None else "template" if _has_template(tokenizer) else "plain"
+        way = (
+            "megatron"
+            if tokenizer.conversation is not None
+            else "template"
+            if _template_of(tokenizer.chat)
+            else "plain"
+        )
         if way == "plain" and not _can_encode(tokenizer, _speaker_line("user", first=True)):
             way = "bare"
     if way not in _WAYS:
@@ -96,21 +110,33 @@ class MegatronChat:
                 f"Tokenizer {tokenizer.name} is no SFTTokenizer. Set --tokenizer-type SFTTokenizer, or choose template."
             )
         self._tokenizer = tokenizer
-        self._spans = TemplateChat(tokenizer) if _has_template(tokenizer) else None
+        self._spans = TemplateChat(tokenizer) if _template_of(tokenizer.chat) else None
 
     def describe(self) -> str:
         """One line for the log."""
         return (
             "chats: Megatron's SFTTokenizer writes ids and targets; a format that targets everything is masked by turns"
+            + _NO_TOOLS
         )
+
+    def content(self) -> str:
+        """See `ChatWay.content`."""
+        return f"megatron\n{self._spans.content() if self._spans is not None else ''}"
 
     def encode(self, conversation: Conversation, learned: Sequence[bool], path: str, line: int) -> tuple[Ids, Mask]:
         """See `ChatWay.encode`."""
         assert self._tokenizer.conversation is not None
+        if self._spans is not None:
+            messages = self._spans.template.messages_of(conversation, path, line)
+        else:
+            messages = [
+                {"role": message.role, "content": as_text(message, path, line, "SFTTokenizer")}
+                for message in conversation.messages
+            ]
         try:
-            tokens, targets = self._tokenizer.conversation(_as_dicts(conversation.messages))
+            tokens, targets = self._tokenizer.conversation(messages)
         except tokenizer_errors() as error:
-            raise _refused("SFTTokenizer", error, path, line) from error
+            raise refused("SFTTokenizer", error, path, line) from error
         ids = np.array(tokens, dtype=np.int64)
         is_target = np.asarray(targets) != IGNORE_INDEX
         if is_target.all() and _has_prompt(conversation):
@@ -120,7 +146,8 @@ class MegatronChat:
 
     def _by_turns(self, ids: Ids, conversation: Conversation, learned: Sequence[bool], path: str, line: int) -> Mask:
         if self._spans is not None:
-            own_ids, is_target = self._spans.encode(conversation, learned, path, line)
+            as_asked = replace(conversation, tools=(), template_args={})  # all that SFTTokenizer hands its template
+            own_ids, is_target = self._spans.encode(as_asked, learned, path, line)
             if np.array_equal(own_ids, ids):
                 return is_target
         raise ConfigError(
@@ -131,103 +158,48 @@ class MegatronChat:
 
 
 class TemplateChat:
-    """Way 2: the chat template of a transformers tokenizer."""
+    """Way 2: the chat template of a transformers tokenizer; how targets are found is told in `template`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        if not _has_template(tokenizer):
+        source = _template_of(tokenizer.chat)
+        if not source:
             raise ConfigError(
                 f"Tokenizer {tokenizer.name} has no chat template. Add one, or choose the chat format plain."
             )
-        chat: Any = tokenizer.chat
-        if not getattr(chat, "is_fast", False):
+        if not getattr(tokenizer.chat, "is_fast", False):
             raise ConfigError(
                 f"Tokenizer {tokenizer.name} is a slow one: it cannot tell which characters a token came from, so "
                 "assistant turns cannot be found. Use its fast variant (tokenizer.json), or the chat format plain."
             )
-        self._chat = chat
-        self._says_targets = re.search(r"\{%-?\s*generation\s*-?%\}", str(_template_of(chat))) is not None
+        self.template = Template(tokenizer.chat, source)
 
     def describe(self) -> str:
         """One line for the log."""
-        how = "its generation blocks say what is learned" if self._says_targets else "turns found by rendering prefixes"
-        return f"chats: the tokenizer's own chat template; {how}"
+        template = self.template
+        if template.has_blocks:
+            how = "its generation blocks say what is learned"
+            if template.stops_unlearned():
+                how += "; they leave out the end of a turn, so to stop is not learned"
+        else:
+            how = "turns found by rendering, each verified in the whole"
+        return f"chats: the tokenizer's own chat template; {how}{'' if template.reads_tools else _NO_TOOLS}"
+
+    def content(self) -> str:
+        """See `ChatWay.content`."""
+        return f"template\n{self.template.source}"
 
     def encode(self, conversation: Conversation, learned: Sequence[bool], path: str, line: int) -> tuple[Ids, Mask]:
         """See `ChatWay.encode`."""
-        messages = _as_dicts(conversation.messages)
-        if not self._says_targets:
-            whole = self._render(messages, path, line)
-            spans = [
-                self._span(whole, messages, turn, path, line) for turn, is_learned in enumerate(learned) if is_learned
-            ]
-            ids, is_target = self._tokenize(whole, spans)
-            return ids, _checked(is_target, conversation, path, line)
-        try:
-            out = self._chat.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-        except tokenizer_errors() as error:
-            raise _refused("the chat template", error, path, line) from error
-        ids = np.array(out["input_ids"], dtype=np.int64)
-        is_target = np.array(out["assistant_masks"], dtype=bool)
-        # Looked at before turns are taken out, so that a template that marks nothing, or everything, is named as such.
-        is_target = _keep_turns(_checked(is_target, conversation, path, line), conversation, learned, path, line)
-        return ids, _checked(is_target, conversation, path, line)
-
-    def _render(self, messages: list[dict[str, Any]], path: str, line: int, *, ask: bool = False) -> str:
-        if not messages:
-            return ""
-        try:
-            return str(self._chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
-        except tokenizer_errors() as error:
-            raise _refused("the chat template", error, path, line) from error
-
-    def _span(self, whole: str, messages: list[dict[str, Any]], turn: int, path: str, line: int) -> tuple[int, int]:
-        """The characters of `whole` that turn number `turn` teaches: its content and its end mark."""
-        before = self._render(messages[:turn], path, line)
-        until = whole if turn + 1 == len(messages) else self._render(messages[: turn + 1], path, line)
-        if not (until.startswith(before) and whole.startswith(until)):
-            raise SampleError(
-                path,
-                line,
-                "the chat template writes earlier turns differently once later ones follow, so what the model sees "
-                f"when asked for turn {turn} is not what stands before it here. Use a template with generation blocks, "
-                "one that keeps its history, or rows with one answer.",
-                reason="template_rewrites_history",
-            )
-        content = messages[turn]["content"].strip()
-        prompt = self._render(messages[:turn], path, line, ask=True)
-        if prompt != before and until.startswith(prompt):
-            start = len(prompt)
-        elif content and until.count(content, len(before)) == 1:
-            # The template ignores the request for a prompt, or opens its prompt with words the answer lacks.
-            start = until.index(content, len(before))
+        turns = TurnFinder(self.template, conversation, path, line)
+        ids, characters = self.template.tokenize(turns.whole)
+        if self.template.has_blocks:
+            blocks = turns.blocks()
+            # Looked at before turns are taken out, so that a template that marks nothing, or everything, is named.
+            _checked(overlapping(characters, blocks), conversation, path, line)
+            spans = turns.keep(blocks, learned)
         else:
-            raise SampleError(
-                path,
-                line,
-                f"where the content of turn {turn} starts cannot be told: the chat template's generation prompt does "
-                "not stand before it, and its text does not occur exactly once. Use a template with generation blocks.",
-                reason="template_span_unclear",
-            )
-        said = until[start:].rstrip()
-        # White space behind an end mark is never asked of the model; where it is the only end mark it stays.
-        end = len(until) if content and said.endswith(content) else start + len(said)
-        return start, end
-
-    def _tokenize(self, whole: str, spans: Sequence[tuple[int, int]]) -> tuple[Ids, Mask]:
-        """Ids of a rendered conversation, and which of them overlap one of the spans of characters."""
-        out = self._chat(whole, add_special_tokens=False, return_offsets_mapping=True)
-        ids = np.array(out["input_ids"], dtype=np.int64)
-        offsets = np.array(out["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        starts, ends = offsets[:, 0], offsets[:, 1]
-        # Byte-level vocabularies trim white space off the offsets, down to nothing for a token of spaces alone:
-        # such a token reaches back to where the one before it ended.
-        starts = np.where(starts == ends, np.minimum(starts, np.concatenate(([0], ends[:-1]))), starts)
-        is_target = np.zeros(len(ids), dtype=bool)
-        for start, end in spans:
-            is_target |= (starts < end) & (ends > start)
-        return ids, is_target
+            spans = [turns.span(turn) for turn, is_learned in enumerate(learned) if is_learned]
+        return ids, _checked(overlapping(characters, spans), conversation, path, line)
 
 
 class PlainChat:
@@ -252,29 +224,31 @@ class PlainChat:
             return "chats: plain text, a line 'User:' or 'Assistant:' before each turn, EOS after each assistant turn"
         return "chats: bare contents without speaker lines, EOS after each assistant turn"
 
+    def content(self) -> str:
+        """See `ChatWay.content`."""
+        return "plain" if self._speakers else "bare"
+
     def encode(self, conversation: Conversation, learned: Sequence[bool], path: str, line: int) -> tuple[Ids, Mask]:
         """See `ChatWay.encode`."""
-        ids: list[int] = opening(self._tokenizer)
-        mask = [False] * len(ids)
+        ids: list[int] = []
+        mask: list[bool] = []
         first = True
-        for message, is_learned in zip(conversation.messages, learned, strict=True):
-            if message.extra.get("tool_calls"):
-                raise SampleError(
-                    path,
-                    line,
-                    "holds tool_calls, which only a chat template can write. Use one.",
-                    reason="needs_template",
-                )
-            if not message.content:
+        tools = _tools_turn(conversation)
+        turns = [*tools, *conversation.messages]
+        for message, is_learned in zip(turns, [*([False] * len(tools)), *learned], strict=True):
+            content = as_text(message, path, line, "plain text")
+            if not content:
                 continue
             header = _speaker_line(message.role, first=first) if self._speakers else ""
             header_ids = encode_text(self._tokenizer, header, path, line) if header else []
-            content_ids = encode_text(self._tokenizer, message.content, path, line)
+            content_ids = encode_text(self._tokenizer, content, path, line)
             if message.role == "assistant":
                 content_ids = with_eos(content_ids, self._tokenizer)
             ids += header_ids + content_ids
             mask += [False] * len(header_ids) + [is_learned] * len(content_ids)
             first = False
+        ids = opened(ids, self._tokenizer)
+        mask = [False] * (len(ids) - len(mask)) + mask
         return np.array(ids, dtype=np.int64), np.array(mask, dtype=bool)
 
 
@@ -286,9 +260,10 @@ _WAYS: dict[str, Callable[[Tokenizer], ChatWay]] = {
 }
 
 
-def opening(tokenizer: Tokenizer) -> list[int]:
-    """What opens a text: BOS, where there is one and it is not EOS under another name."""
-    return [] if tokenizer.bos_id is None or tokenizer.bos_id == tokenizer.eos_id else [tokenizer.bos_id]
+def opened(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """`ids`, opened by BOS exactly once, where there is one and it is not EOS under another name."""
+    bos = tokenizer.bos_id
+    return ids if bos is None or bos == tokenizer.eos_id or ids[:1] == [bos] else [bos, *ids]
 
 
 def with_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
@@ -296,18 +271,20 @@ def with_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     return ids if ids[-1:] == [tokenizer.eos_id] else [*ids, tokenizer.eos_id]
 
 
+def _tools_turn(conversation: Conversation) -> list[Message]:
+    """The row's tools as a turn of their own, in front: the assistant cannot know them otherwise."""
+    tools = [dict(tool) for tool in conversation.tools]
+    return [Message("tools", json.dumps(tools, ensure_ascii=False))] if tools else []
+
+
 def _speaker_line(role: str, *, first: bool) -> str:
     return f"{'' if first else '\n\n'}{role.capitalize()}:\n"
 
 
-def _has_template(tokenizer: Tokenizer) -> bool:
-    return bool(_template_of(tokenizer.chat)) if tokenizer.chat is not None else False
-
-
-def _template_of(chat: Any) -> Any:
-    """The template used when none is named. A tokenizer may hold several by name, "default" among them."""
-    template = chat.chat_template
-    return template.get("default") if isinstance(template, dict) else template
+def _template_of(chat: Any) -> str:
+    """The template used when none is named, "" where there is none. A tokenizer may hold several, one "default"."""
+    template = chat.chat_template if chat is not None else None
+    return str((template.get("default") if isinstance(template, dict) else template) or "")
 
 
 def _can_encode(tokenizer: Tokenizer, text: str) -> bool:
@@ -317,22 +294,8 @@ def _can_encode(tokenizer: Tokenizer, text: str) -> bool:
         return False
 
 
-def _as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    return [{"role": message.role, "content": message.content, **message.extra} for message in messages]
-
-
 def _has_prompt(conversation: Conversation) -> bool:
     return any(message.role != "assistant" and message.content.strip() for message in conversation.messages)
-
-
-def _refused(who: str, error: Exception, path: str, line: int) -> SampleError:
-    return SampleError(
-        path,
-        line,
-        f"{who} does not accept this conversation ({type(error).__name__}: {error}). Mend the row, or use a template "
-        "that takes its roles in this order.",
-        reason="refused_by_template",
-    )
 
 
 def _checked(is_target: Mask, conversation: Conversation, path: str, line: int) -> Mask:

@@ -3,6 +3,7 @@
 Cost: a few microseconds a row plus its length; nothing is drawn ahead or kept.
 """
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -133,6 +134,13 @@ class MockSource:
         self._lengths = mock_lengths(config, seq_length)
         self._vocab_size, self._seed, self._eos_id = vocab_size, seed, eos_id
         self._rows = rows if self._lengths.listed is None else len(self._lengths.listed)
+
+    @property
+    def fingerprint(self) -> str:
+        """All that the rows depend on."""
+        listed = None if self._lengths.listed is None else self._lengths.listed.tolist()
+        lengths = dataclasses.replace(self._lengths, listed=None)
+        return f"mock:{lengths}:{listed}:{self._vocab_size}:{self._seed}:{self._eos_id}:{self._rows}"
 
     def __len__(self) -> int:
         return self._rows

@@ -18,6 +18,14 @@ class Tokenizer(Protocol):
         """What to call it in logs."""
 
     @property
+    def fingerprint(self) -> str:
+        """A text that is the same in every process, and another one whenever any text's ids may be others."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below it."""
+
+    @property
     def eos_id(self) -> int:
         """The id that ends a text."""
 

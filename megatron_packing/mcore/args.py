@@ -6,14 +6,18 @@ installed Megatron already defines a flag, ours steps aside.
 
 import argparse
 import os
+from collections.abc import Callable
 from typing import Any
 
 from megatron_packing.config import (
     ATTENTION_BACKENDS,
     BAD_ROW_POLICIES,
+    CHAT_FORMATS,
     OVERLONG_POLICIES,
+    TRAIN_ON,
     PackingConfig,
     check_megatron_flags,
+    samples_kept_together,
 )
 from megatron_packing.errors import ConfigError
 from megatron_packing.schedule import check_scheduler, check_trainable
@@ -21,32 +25,110 @@ from megatron_packing.topology import Topology
 
 DEFAULT_SCHEDULER = "first_fit"
 DYNAMIC_SCHEDULER = "dynamic_cp"
+DATA_GROUP = "data for sequence packing (megatron_packing)"
+PACKING_GROUP = "sequence packing (megatron_packing)"
 LOCAL_SPEC = ["megatron_packing.mcore.attention_spec", "local_layer_spec"]
 
 
 def add_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags, as one group, to Megatron's parser."""
-    group = parser.add_argument_group("sequence packing (megatron_packing)")
+    """Add our flags to Megatron's parser, in two groups: what the data are, and how they are packed."""
+    return _add_packing_flags(add_data_flags(parser))
 
-    def add(flag: str, **options: Any) -> None:
-        if flag not in parser._option_string_actions:
-            group.add_argument(flag, **options)
 
+def add_data_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags that say which samples a run sees: those that `megatron-packing inspect` takes as well."""
+    add = _adder(parser, DATA_GROUP)
     add(
         "--use-varlen-dataset",
         action="store_true",
         help="train on samples of their own length (jsonl rows through --data-path), packed in THD format",
     )
     add(
-        "--varlen-sbhd-validation",
-        action="store_true",
-        help="the reference run: the same samples, one a row, padded to --seq-length, not packed",
-    )
-    add(
         "--varlen-mock-dataset-config-json",
         type=str,
         default=None,
         help="lengths of the mock dataset (--use-varlen-dataset --mock-data): inline JSON or a file",
+    )
+    add(
+        "--packing-dataset",
+        type=str,
+        default=None,
+        metavar="NAME",
+        help="preference (pairs of answers, for a loss of your own), or module:Class of your own subclass of a dataset",
+    )
+    add(
+        "--packing-shuffle",
+        action="store_true",
+        help="give training rows a new order in each epoch, drawn from --seed (default: the file's order)",
+    )
+    add(
+        "--packing-overlong",
+        choices=OVERLONG_POLICIES,
+        default="error",
+        help="a sample longer than --seq-length (default: error)",
+    )
+    add(
+        "--packing-bad-rows",
+        choices=BAD_ROW_POLICIES,
+        default="error",
+        help="a row that cannot become a sample (default: error)",
+    )
+    add(
+        "--packing-chat-format",
+        choices=CHAT_FORMATS,
+        default=CHAT_FORMATS[0],
+        help="how conversations become tokens; auto takes the first that the tokenizer can do: megatron "
+        "(SFTTokenizer), template (its chat template), plain (roles and contents), bare (contents only)",
+    )
+    add(
+        "--packing-train-on",
+        choices=TRAIN_ON,
+        default=TRAIN_ON[0],
+        help="assistant turns that are learned, where a turn does not say so itself (default: all-assistant)",
+    )
+    add(
+        "--packing-schema",
+        type=str,
+        default="auto",
+        metavar="NAME",
+        help="how rows are understood; auto (default) decides row by row; module:name imports a schema of your own",
+    )
+    add(
+        "--packing-token-cache",
+        type=str,
+        default=None,
+        metavar="FOLDER",
+        help="keep tokenized rows there, 9 bytes a token, and read them in later runs; all ranks must share it",
+    )
+    add(
+        "--packing-eval-scheduler",
+        type=str,
+        default=None,
+        metavar="NAME",
+        help="how validation and test are packed (default: as training)",
+    )
+    add(
+        "--packing-eval-max-seqlen-per-dp-cp-rank",
+        type=int,
+        default=None,
+        metavar="TOKENS",
+        help="capacity of a rank in evaluation, which keeps no activations (default: training's)",
+    )
+    add(
+        "--packing-eval-overlong",
+        choices=OVERLONG_POLICIES,
+        default=None,
+        help="a validation or test sample longer than --seq-length (default: as in training)",
+    )
+    return parser
+
+
+def _add_packing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    add = _adder(parser, PACKING_GROUP)
+    add(
+        "--varlen-sbhd-validation",
+        action="store_true",
+        help="the reference run: the same samples, one a row, padded to --seq-length, not packed",
     )
     add(
         "--sequence-packing-scheduler",
@@ -74,35 +156,10 @@ def add_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     )
     add("--thd-max-packed-sequences", type=int, default=None, help="most samples in one pack")
     add(
-        "--packing-dataset",
-        type=str,
-        default=None,
-        metavar="MODULE:CLASS",
-        help="your own subclass of VarlenDataset or SFTDataset",
-    )
-    add(
-        "--packing-overlong",
-        choices=OVERLONG_POLICIES,
-        default="error",
-        help="a sample longer than --seq-length (default: error)",
-    )
-    add(
-        "--packing-bad-rows",
-        choices=BAD_ROW_POLICIES,
-        default="error",
-        help="a row that cannot become a sample (default: error)",
-    )
-    add(
         "--packing-attention",
         choices=ATTENTION_BACKENDS,
         default="auto",
         help="core attention; auto: te with --transformer-impl transformer_engine, else sdpa (ours)",
-    )
-    add(
-        "--packing-chat-format",
-        choices=("auto", "plain", "bare"),
-        default="auto",
-        help="conversations without a chat template: plain writes the roles, bare only the contents",
     )
     add("--packing-log-interval", type=int, default=1, help="steps between two lines of packing figures")
     add(
@@ -114,6 +171,17 @@ def add_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         "the 10 minutes after which Megatron's collectives give up)",
     )
     return parser
+
+
+def _adder(parser: argparse.ArgumentParser, title: str) -> Callable[..., None]:
+    """What adds a flag to a group of this title, unless Megatron defines the flag already."""
+    group = parser.add_argument_group(title)
+
+    def add(flag: str, **options: Any) -> None:
+        if flag not in parser._option_string_actions:
+            group.add_argument(flag, **options)
+
+    return add
 
 
 def wants_packing(args: argparse.Namespace) -> bool:
@@ -128,26 +196,31 @@ def wants_packing(args: argparse.Namespace) -> bool:
     )
 
 
-def resolve(args: argparse.Namespace) -> PackingConfig:
+def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig:
     """Turn Megatron's parsed, not yet validated arguments into our settings.
+
+    Args:
+        world: ranks of the run; None: the environment says how many.
 
     Raises:
         ConfigError: a combination that cannot work; see `megatron_packing.config`.
     """
     dataset = _dataset(args)
     scheduler = _scheduler(args)
-    if scheduler is not None:
-        scheduler = check_trainable(scheduler)
+    for name in (scheduler, args.packing_eval_scheduler):
+        if name is not None:
+            check_trainable(name)
     attention = _attention(args, packed=scheduler is not None)
     check_megatron_flags(vars(args), packed=scheduler is not None, attention=attention)
-    topology = topology_of(args)
+    topology = topology_of(args, world)
     if args.seq_length is None:
         raise ConfigError("--seq-length is missing: the longest sample that the model accepts, in tokens.")
     capacity = args.max_seqlen_per_dp_cp_rank
     if capacity is None:
         # Upstream's default, here in whole alignment units.
-        capacity = topology.pad(args.seq_length) // topology.cp
+        capacity = samples_kept_together(dataset) * topology.pad(args.seq_length) // topology.cp
     _check_chat_format(args)
+    _check_order(args)
     return PackingConfig(
         topology=topology,
         seq_length=args.seq_length,
@@ -156,12 +229,21 @@ def resolve(args: argparse.Namespace) -> PackingConfig:
         max_seqs=args.thd_max_packed_sequences,
         dataset=dataset,
         mock_config=args.varlen_mock_dataset_config_json,
+        shuffle=args.packing_shuffle,
         overlong=args.packing_overlong,
         bad_rows=args.packing_bad_rows,
         attention=attention,  # type: ignore[arg-type]
         chat_format=args.packing_chat_format,
+        train_on=args.packing_train_on,
+        schema=args.packing_schema,
+        token_cache=args.packing_token_cache,
         log_interval=args.packing_log_interval,
         data_timeout=args.packing_data_timeout,
+        order=args.dataloader_type or "single",
+        full_validation=args.full_validation,
+        eval_scheduler=args.packing_eval_scheduler,
+        eval_max_tokens_per_rank=args.packing_eval_max_seqlen_per_dp_cp_rank,
+        eval_overlong=args.packing_eval_overlong,
     )
 
 
@@ -175,6 +257,10 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
     if args.micro_batch_size is None:
         args.micro_batch_size = 1
         said.append("micro-batch size set to 1")
+    said += _warnings_of_order(args)
+    args.dataloader_type = "external"  # the provider hands over loaders of ours
+    if args.full_validation and not args.multiple_validation_sets:
+        args.full_validation = False  # Megatron's own fails with a single set; `supply` sets eval_iters instead
     args.create_attention_mask_in_dataloader = False  # causal within a sample; nothing to hand over
     if args.sft:
         args.sft = False  # Megatron would average evaluation by microbatch; our dataset is chosen already
@@ -201,10 +287,14 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
     return said
 
 
-def topology_of(args: argparse.Namespace) -> Topology:
-    """Group sizes from parsed arguments and the environment, before any process group exists."""
+def topology_of(args: argparse.Namespace, world: int | None = None) -> Topology:
+    """Group sizes from parsed arguments, before any process group exists.
+
+    Args:
+        world: ranks of the run; None: the environment says how many.
+    """
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
     model = tp * pp * cp
     if world % model:
         raise ConfigError(
@@ -309,6 +399,25 @@ def _attention(args: argparse.Namespace, *, packed: bool) -> str:
             f"--spec {' '.join(args.spec)} with --packing-attention sdpa: two layer specs. Drop one of them."
         )
     return str(wanted)
+
+
+def _check_order(args: argparse.Namespace) -> None:
+    if args.packing_shuffle and args.dataloader_type == "cyclic":
+        raise ConfigError(
+            "--packing-shuffle with --dataloader-type cyclic: two shuffles, one over the other. Drop --dataloader-type."
+        )
+
+
+def _warnings_of_order(args: argparse.Namespace) -> list[str]:
+    if args.dataloader_type != "cyclic":
+        return []
+    said = (
+        "--dataloader-type cyclic: Megatron shuffles all samples of the run at once, so that some rows come again "
+        "before others came once, and another --train-iters is another order"
+    )
+    if args.data_sharding:
+        said += "; on resuming with other data parallelism some samples come twice and others never"
+    return [f"WARNING: {said}. --packing-shuffle does neither"]
 
 
 def _check_chat_format(args: argparse.Namespace) -> None:

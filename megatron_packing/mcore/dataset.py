@@ -4,9 +4,14 @@ Subclass one of the three for a corpus of your own and name it with `--packing-d
 override `build_low_level_dataset` for another kind of file, `convert` for another kind of row.
 """
 
+import contextlib
 import dataclasses
+import hashlib
+import inspect
+import warnings
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,15 +27,19 @@ from megatron_packing.data import (
     Dropped,
     Encoder,
     MockSource,
+    Pair,
     Record,
     TokenIds,
     TokenizedSample,
     convert,
-    open_source,
+    convert_pair,
     split_conversations,
 )
 from megatron_packing.data.encode import NOT_BAD_ROWS
+from megatron_packing.data.order import shuffled_row
+from megatron_packing.data.token_cache import TokenCache, open_cache
 from megatron_packing.errors import ConfigError, SampleError
+from megatron_packing.mcore.indexed import open_data
 from megatron_packing.mcore.tokenizer import MegatronTokenizer
 
 
@@ -40,10 +49,20 @@ class PackingDatasetConfig(GPTDatasetConfig):
 
     packing_overlong: str = "error"
     """What happens to a sample longer than `sequence_length`."""
+    packing_eval_overlong: str | None = None
+    """The same for validation and test; None: as in training."""
     packing_bad_rows: str = "error"
     """What happens to a row that cannot become a sample."""
+    packing_shuffle: bool = False
+    """Give training rows a new order in each epoch, from `random_seed`; else the file's order."""
     packing_chat_format: str = "auto"
     """How conversations become tokens; see `megatron_packing.data.chat`."""
+    packing_train_on: str = "all-assistant"
+    """Which assistant turns are learned."""
+    packing_schema: str = "auto"
+    """How rows are understood."""
+    packing_token_cache: str | None = None
+    """Folder that keeps tokenized rows; None: rows are tokenized as they are drawn."""
     varlen_sbhd_validation: bool = False
     """Pad every sample to `sequence_length`: the reference run."""
     varlen_mock_dataset_config_json: str | None = None
@@ -58,8 +77,16 @@ class VarlenDataset(MegatronDataset):
     With `varlen_sbhd_validation` the four fields have shape [sequence_length] and there are no lengths.
 
     A row that makes no sample is an item of length 0 with one more field, `dropped`, its reason: it
-    leaves its step with one sample fewer. A truncated sample has one more field, `truncated`.
+    leaves its step with one sample fewer. A truncated sample has one more field, `truncated`. Both have
+    a field `why`: the row's file and line, and what befell it, in words.
+
+    A text that `--packing-overlong split` cut is still one row and one consumed sample. Its item holds the pieces
+    one after the other, unpadded: the four fields of shape [sum of lengths], positions restarting in each piece,
+    `cu_seqlens` (int32 [pieces + 1]) and `max_seqlen` (int32 [], the longest piece) in place of the two lengths.
     """
+
+    kept_together = 1
+    """Samples of one row that must share a pack."""
 
     def __init__(
         self,
@@ -70,7 +97,7 @@ class VarlenDataset(MegatronDataset):
         index_split: Split,
         config: GPTDatasetConfig,
     ) -> None:
-        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        super().__init__(dataset, dataset_path, _as_range(indices), num_samples, index_split, config)
         if num_samples and not len(indices):
             raise ConfigError(
                 f"{dataset_path}: --split gives the {index_split.name} split none of its {len(dataset)} rows, but "
@@ -87,17 +114,26 @@ class VarlenDataset(MegatronDataset):
         """Open the rows of `dataset_path`. The result has `len()`, `[row]` and `path`."""
         if dataset_path is None:
             raise ConfigError("no data: give --data-path FILE.jsonl, or --mock-data for made-up samples.")
-        return open_source(dataset_path)
+        return open_data(dataset_path, config.path_to_cache)
 
     def __len__(self) -> int:
         return len(self.indices) if self.num_samples is None else self.num_samples
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
-        return self._item(self.samples_of_row(self.row_of(idx)))
+        row = self.row_of(idx)
+        encoded = self.samples_of_row(row)
+        return self._with_why(self._item(encoded), encoded, row)
 
     def row_of(self, idx: int) -> int:
-        """The source's row that sample `idx` is made of; past the last row, from the first again."""
-        return int(self.indices[idx % len(self.indices)])
+        """The source's row that sample `idx` is made of; past the last row of an epoch, the next epoch's first.
+
+        A function of the arguments and settings alone, so that every rank, worker and resumed run agrees.
+        """
+        rows = len(self.indices)
+        epoch, place = divmod(int(idx), rows)  # a blend counts in numpy's integers, which overflow
+        if self._shuffled:
+            place = shuffled_row(place, rows, seed=self.config.random_seed, epoch=epoch)
+        return int(self.indices[place])
 
     def convert(self, row: Any) -> Conversation | Document | TokenIds | np.ndarray:
         """What a row of the source says. Override for rows of your own kind.
@@ -105,28 +141,59 @@ class VarlenDataset(MegatronDataset):
         Raises:
             SampleError: the row cannot be understood.
         """
-        return convert(row) if isinstance(row, Record) else row
+        own = isinstance(self.config, PackingDatasetConfig)
+        return convert(row, self.config.packing_schema if own else "auto") if isinstance(row, Record) else row
 
     def encode(self, record: Any, row: int) -> list[TokenizedSample] | Dropped:
-        """The samples that one row of the source makes, here exactly one; or why it makes none.
+        """The samples that one row of the source makes; or why it makes none.
 
         Raises:
             SampleError: the row, or a setting, is at fault.
         """
-        encoded = self.encoder.encode(self.convert(record), *self._origin(record, row))
-        return encoded if isinstance(encoded, Dropped) else [encoded]
+        return self.encoder.encode(self.convert(record), *self._origin(record, row))
 
     def samples_of_row(self, row: int) -> list[TokenizedSample] | Dropped:
+        """The samples of a row: from `--packing-token-cache` where there is one, else encoded."""
+        return self.encode_row(row) if self._token_cache is None else self._token_cache[row]
+
+    def encode_row(self, row: int) -> list[TokenizedSample] | Dropped:
         """`encode`, with rows at fault dropped where `--packing-bad-rows skip` says so."""
         try:
             return self.encode(self.dataset[row], row)
         except SampleError as error:
             skip = isinstance(self.config, PackingDatasetConfig) and self.config.packing_bad_rows == "skip"
             if skip and error.reason not in NOT_BAD_ROWS:
-                return Dropped(error.reason)
+                return Dropped(error.reason, str(error))
             raise
 
+    def _with_why(self, item: dict[str, Any], encoded: list[TokenizedSample] | Dropped, row: int) -> dict[str, Any]:
+        """`item`, with the place of a row that was lost or cut: such rows are rare, so that it is looked up anew."""
+        if isinstance(encoded, Dropped):
+            reason, why = encoded.reason, encoded.why or encoded.said(self._place(row))
+        elif any(sample.truncated for sample in encoded):
+            reason, why = "truncated", f"{self._place(row)}: cut to --seq-length {self.config.sequence_length:,}"
+        else:
+            return item
+        if not self._padded_to_sequence_length:
+            return {**item, "why": why}
+        # Megatron's own loop runs it, and counts nothing; its collate takes tensors only.
+        if reason not in self._told:
+            self._told.add(reason)
+            warnings.warn(f"megatron_packing: a row was lost or cut ({reason}), the first of some: {why}", stacklevel=2)
+        return item
+
+    @cached_property
+    def _told(self) -> set[str]:
+        return set()
+
+    def _place(self, row: int) -> str:
+        path, line = self._origin(self.dataset[row], row)
+        return f"{path}:{line}"
+
     def _item(self, encoded: list[TokenizedSample] | Dropped) -> dict[str, Any]:
+        if not isinstance(encoded, Dropped) and len(encoded) > 1:
+            assert not self._padded_to_sequence_length, "the configuration refuses split for the padded run"
+            return _pieces_item(encoded)
         sample = encoded if isinstance(encoded, Dropped) else encoded[0]
         if self._padded_to_sequence_length:
             return _padded_item(sample, self.config.sequence_length, self._tokenizer.pad_id)
@@ -135,7 +202,30 @@ class VarlenDataset(MegatronDataset):
     @cached_property
     def encoder(self) -> Encoder:
         """How this dataset's rows become tokens."""
-        return make_encoder(self._tokenizer, self.config)
+        return make_encoder(self._tokenizer, self.config, self.index_split)
+
+    @cached_property
+    def cache_key(self) -> str:
+        """32 hexadecimal digits over all that the samples of a row depend on; equal in every process.
+
+        Of a class of your own its file is part of it, but not what that imports: delete the cache after such a change.
+
+        Raises:
+            ConfigError: the source does not say what it depends on.
+        """
+        if not hasattr(self.dataset, "fingerprint"):
+            raise ConfigError(
+                f"--packing-token-cache with a source of your own ({type(self.dataset).__name__}): give it a property "
+                "fingerprint, a text that changes with its rows, or leave the flag out."
+            )
+        skip = isinstance(self.config, PackingDatasetConfig) and self.config.packing_bad_rows == "skip"
+        depends_on = [self.dataset.fingerprint, self.encoder.fingerprint, str(skip), *_code_of(type(self))]
+        return hashlib.sha256("\n".join(depends_on).encode()).hexdigest()[:32]
+
+    @cached_property
+    def _token_cache(self) -> TokenCache | None:
+        folder = self.config.packing_token_cache if isinstance(self.config, PackingDatasetConfig) else None
+        return None if folder is None else open_cache(folder, self.cache_key)
 
     @property
     def alignment(self) -> int:
@@ -146,6 +236,12 @@ class VarlenDataset(MegatronDataset):
     @cached_property
     def _tokenizer(self) -> MegatronTokenizer:
         return MegatronTokenizer(self.config.tokenizer)
+
+    @property
+    def _shuffled(self) -> bool:
+        """Evaluation takes its rows as they stand: their order changes nothing there."""
+        wanted = isinstance(self.config, PackingDatasetConfig) and self.config.packing_shuffle
+        return wanted and self.index_split is Split.train
 
     @property
     def _padded_to_sequence_length(self) -> bool:
@@ -178,7 +274,7 @@ class SFTDataset(VarlenDataset):
         converted = self.convert(record)
         parts = split_conversations(converted) if isinstance(converted, Conversation) else (converted,)
         encoded = [self.encoder.encode(part, *origin) for part in parts]
-        samples = [sample for sample in encoded if isinstance(sample, TokenizedSample)]
+        samples = [sample for made in encoded if not isinstance(made, Dropped) for sample in made]
         if samples:
             return self._fitted(samples, *origin)
         return next((dropped for dropped in encoded if isinstance(dropped, Dropped)), Dropped("empty"))
@@ -207,6 +303,46 @@ class SFTDataset(VarlenDataset):
         return _cut_to(samples, limit)
 
 
+class PreferenceDataset(VarlenDataset):
+    """Pairs: a chosen and a rejected answer to one conversation, in one pack, for a loss of your own.
+
+    A row is understood by `megatron_packing.data.convert_pair`; only the answers are targets. One row is one consumed
+    sample. An item holds `together`: two items of `VarlenDataset`, the chosen answer's first, which the packer does not
+    part: they become neighbouring samples of one pack (see `megatron_packing.pair_log_probs`). A pair of which one side
+    makes no sample is dropped whole.
+    """
+
+    kept_together = 2
+
+    def convert(self, row: Any) -> Pair:
+        """The two conversations of a row. Override for rows of your own kind."""
+        return convert_pair(row)
+
+    def encode(self, record: Any, row: int) -> list[TokenizedSample] | Dropped:
+        """The chosen and the rejected sample; or why there is no pair.
+
+        Raises:
+            SampleError: either of them, or a setting, is at fault.
+        """
+        pair = self.convert(record)
+        samples: list[TokenizedSample] = []
+        for name, side in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            try:
+                encoded = self.encoder.encode(side, *self._origin(record, row))
+            except SampleError as error:
+                raise SampleError(error.path, error.line, f"{name}: {error.why}", reason=error.reason) from error
+            if isinstance(encoded, Dropped):
+                return encoded
+            samples += encoded  # one: a chat is never split
+        return samples
+
+    def _item(self, encoded: list[TokenizedSample] | Dropped) -> dict[str, Any]:
+        if isinstance(encoded, Dropped):
+            return super()._item(encoded)
+        item = {"together": [VarlenDataset._item(self, [sample]) for sample in encoded]}
+        return {**item, "truncated": True} if any(sample.truncated for sample in encoded) else item
+
+
 class MockVarlenDataset(VarlenDataset):
     """Made-up samples whose lengths follow `--varlen-mock-dataset-config-json`; else a `VarlenDataset`."""
 
@@ -224,11 +360,39 @@ class MockVarlenDataset(VarlenDataset):
         )
 
 
-def make_encoder(tokenizer: MegatronTokenizer, config: GPTDatasetConfig) -> Encoder:
-    """The encoder that `config` asks for."""
+def _code_of(dataset_class: type) -> list[str]:
+    """Names of the class and its bases, with the content of the files of a user's own."""
+    code = []
+    for base in dataset_class.__mro__:
+        code.append(f"{base.__module__}.{base.__qualname__}")
+        if base.__module__.split(".")[0] not in ("megatron_packing", "megatron", "torch", "typing", "builtins", "abc"):
+            with contextlib.suppress(OSError, TypeError):  # defined at a prompt: there is no file
+                code.append(hashlib.sha256(Path(inspect.getfile(base)).read_bytes()).hexdigest())
+    return code
+
+
+def _as_range(indices: np.ndarray) -> Any:
+    """Megatron's splits are rows in a row: two numbers, where an array would go to every worker with every row."""
+    if len(indices) and (np.diff(indices) == 1).all():
+        return range(int(indices[0]), int(indices[-1]) + 1)
+    return indices
+
+
+def make_encoder(tokenizer: MegatronTokenizer, config: GPTDatasetConfig, split: Split = Split.train) -> Encoder:
+    """The encoder that `config` asks for in a split."""
     if not isinstance(config, PackingDatasetConfig):
         return Encoder(tokenizer, config.sequence_length)
-    return Encoder(tokenizer, config.sequence_length, config.packing_overlong, chat=config.packing_chat_format)
+    overlong = config.packing_overlong
+    if split is not Split.train and config.packing_eval_overlong is not None:
+        overlong = config.packing_eval_overlong
+    return Encoder(
+        tokenizer,
+        config.sequence_length,
+        overlong,
+        chat=config.packing_chat_format,
+        train_on=config.packing_train_on,
+        schema=config.packing_schema,
+    )
 
 
 def _varlen_item(encoded: TokenizedSample | Dropped, alignment: int, pad_id: int) -> dict[str, Any]:
@@ -244,10 +408,25 @@ def _varlen_item(encoded: TokenizedSample | Dropped, alignment: int, pad_id: int
     return {**item, "truncated": True} if encoded.truncated else item
 
 
+def _pieces_item(pieces: Sequence[TokenizedSample]) -> dict[str, Any]:
+    merged = merged_sample(pieces)
+    return {
+        **_padded_fields(merged, merged.length, pad_id=0),  # nothing is padded
+        "position_ids": torch.cat([torch.arange(piece.length, dtype=torch.int64) for piece in pieces]),
+        "cu_seqlens": torch.from_numpy(np.cumsum([0, *(piece.length for piece in pieces)], dtype=np.int32)),
+        "max_seqlen": torch.tensor(max(piece.length for piece in pieces), dtype=torch.int32),
+    }
+
+
 def _padded_item(encoded: TokenizedSample | Dropped, length: int, pad_id: int) -> dict[str, Any]:
     if isinstance(encoded, Dropped):  # a row without any target adds nothing to sum or count
         encoded = TokenizedSample(tokens=_no_ids(), labels=_no_ids(), loss_mask=np.zeros(0, dtype=np.float32))
     return _padded_fields(encoded, length, pad_id)
+
+
+def absent_row(length: int) -> dict[str, Tensor]:
+    """A row of the reference run without any target, where an evaluation has no row left."""
+    return _padded_item(Dropped("absent"), length, 0)
 
 
 def _padded_fields(sample: TokenizedSample, length: int, pad_id: int) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch import nn
 from megatron_packing.comm.broadcast import ModelParallel, share_packs
 from megatron_packing.config import PackingConfig
 from megatron_packing.mcore.iterator import StepFigures, StepPacker
+from megatron_packing.mcore.lost import LostInStep
 from megatron_packing.thd import PackShare, share_of_rank
 
 
@@ -23,6 +24,8 @@ class FedStep:
 
     shares: tuple[PackShare, ...]
     figures: StepFigures
+    lost: LostInStep | None
+    """The rows that the step lost, on ranks that draw; None elsewhere."""
 
 
 class StepFeeder:
@@ -35,29 +38,41 @@ class StepFeeder:
 
     def __init__(self, config: PackingConfig, chunks: list[nn.Module]) -> None:
         self._place = _find_place()
-        self.packer = _make_packer(config, chunks, self._place) if self._place.has_packs else None
-        """Counts what was dropped and truncated, on ranks that draw; None elsewhere."""
+        self._packers: dict[bool, StepPacker] = {}
+        """Of training and of evaluation, on ranks that draw."""
+        if self._place.has_packs:
+            self._packers = {
+                training: _make_packer(config if training else config.for_evaluation(), chunks, self._place)
+                for training in (True, False)
+            }
 
-    def feed(self, data_iterator: Iterator[Any] | None, count: int) -> FedStep:
+    def feed(self, data_iterator: Iterator[Any] | None, count: int, *, training: bool) -> FedStep:
         """Draw `count` items in each replica, and give this rank its share of every pack.
+
+        Args:
+            data_iterator: the rank's, if it draws.
+            count: items.
+            training: or else under the settings of evaluation.
 
         Raises:
             PackingError: on every rank, when any rank failed.
         """
         shares: list[PackShare] | None = None
         figures: StepFigures | None = None
+        lost: LostInStep | None = None
         failure: Exception | None = None
-        if self.packer is not None:
+        packer = self._packers.get(training)
+        if packer is not None:
             try:
-                step = self.packer.pack(_given(data_iterator), count)
+                step = packer.pack(_given(data_iterator), count)
                 place = {"cp_size": self._place.cp_size, "cp_rank": self._place.cp_rank}
                 shares = [share_of_rank(batch, **place) for batch in step.batches]
-                figures = step.figures
+                figures, lost = step.figures, step.lost
             except Exception as error:  # shared with the ranks that wait for packs
                 failure = error
         numbers = [0.0] * len(fields(StepFigures)) if figures is None else [float(x) for x in astuple(figures)]
         mine, numbers = share_packs(shares, numbers, self._place, failure=failure)
-        return FedStep(shares=tuple(mine), figures=_figures_from(numbers))
+        return FedStep(shares=tuple(mine), figures=_figures_from(numbers), lost=lost)
 
 
 def _find_place() -> ModelParallel:

@@ -135,7 +135,11 @@ def _chain_pretrain() -> None:
             dataset_provider = make_provider(_config)
             if _config.packed:
                 _replace_get_batch(forward_step_func)
-        return original(cfg_container, dataset_provider, model_type, forward_step_func, *rest, **keywords)
+        try:
+            return original(cfg_container, dataset_provider, model_type, forward_step_func, *rest, **keywords)
+        finally:  # Megatron leaves through sys.exit where --exit-interval and its kin say so
+            if _config is not None and _config.packed:
+                _packed_runner(_config).run_ends()
 
     # Scripts import the one, Megatron's own wrappers the other.
     training.pretrain = megatron.training.pretrain = pretrain

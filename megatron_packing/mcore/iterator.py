@@ -7,7 +7,6 @@ rank is raised on all of them before the next collective.
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +18,15 @@ from megatron_packing.comm.exchange import exchange_samples
 from megatron_packing.comm.failures import raise_if_any_failed
 from megatron_packing.comm.lengths import GatheredLengths, check_same, gather_lengths
 from megatron_packing.config import PackingConfig
-from megatron_packing.errors import PackingError, SampleError
+from megatron_packing.errors import PackingError
 from megatron_packing.mcore import peers
+from megatron_packing.mcore.lost import Lost, LostInStep, LostRows
 from megatron_packing.mcore.watch import ReadLimit
-from megatron_packing.schedule import Plan, make_plan
+from megatron_packing.schedule import Pack, Plan, make_plan
 from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, dummy_pack
+
+type Units = tuple[tuple[int, ...], ...]
+"""Ids of the samples that must share a pack; see `GatheredLengths.units`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +60,11 @@ class PackedStep:
 
     batches: tuple[PackedBatch, ...]
     figures: StepFigures
+    lost: LostInStep
 
 
 class StepPacker:
-    """Packs one step after the other. One for a process; stateless between steps except for counts.
+    """Packs one step after the other. One for a process; between steps it keeps only which losses it has told.
 
     Args:
         config: the run's settings.
@@ -86,10 +90,7 @@ class StepPacker:
         self._limit = ReadLimit(config.data_timeout)
         self._group = group
         self._ranks: dict[str, Any] = {"group": group, "device": device}
-        self.dropped: Counter[str] = Counter()
-        """Rows that this rank dropped so far, by reason."""
-        self.truncated = 0
-        """Rows that this rank truncated so far."""
+        self._lost = LostRows(group, device)
 
     def pack(self, data_iterator: Iterator[Any], count: int) -> PackedStep:
         """Draw `count` items and pack the step.
@@ -106,11 +107,14 @@ class StepPacker:
             [sample.targets for sample in drawn.samples],
             limit=count,
             **self._ranks,
-            counters=(sum(drawn.dropped.values()), drawn.truncated),
+            joined=drawn.joined,
+            counters=self._lost.counters(drawn.lost),
             failure=failure,
         )
         gathered_ms = _ms_since(started)
-        plan, plan_ms, plan_failure = self._plan(gathered)
+        lost = self._lost.share(drawn.lost, gathered.counters)
+        units = gathered.units()
+        plan, plan_ms, plan_failure = self._plan(gathered, units)
         started = time.perf_counter()
         check_same(
             plan.digest() if plan else 0,
@@ -120,11 +124,10 @@ class StepPacker:
             failure=plan_failure,
         )
         assert plan is not None
-        batches = self._exchange(drawn.samples, plan, gathered)
-        self.dropped += drawn.dropped
-        self.truncated += drawn.truncated
+        batches = self._exchange(drawn.samples, plan, gathered, units)
         exchange_ms = gathered_ms + _ms_since(started)
-        return PackedStep(batches=batches, figures=self._figures(plan, gathered, plan_ms, exchange_ms))
+        figures = self._figures(plan, gathered, lost, plan_ms, exchange_ms)
+        return PackedStep(batches=batches, figures=figures, lost=lost)
 
     def _draw(self, data_iterator: Iterator[Any], count: int) -> tuple["_Drawn", Exception | None]:
         drawn = _Drawn()
@@ -137,16 +140,26 @@ class StepPacker:
             return _Drawn(), _as_raised(failure)
         return drawn, None
 
-    def _plan(self, gathered: GatheredLengths) -> tuple[Plan | None, float, Exception | None]:
+    def _plan(self, gathered: GatheredLengths, units: Units) -> tuple[Plan | None, float, Exception | None]:
+        """A plan of `units`, each of which is a sample to the planner, as long as its padded samples together."""
         started = time.perf_counter()
         plan, failure = None, None
+        pad, most = self._config.topology.pad, max(map(len, units), default=1)
         try:
+            if self._config.max_seqs is not None and self._config.max_seqs < most:
+                raise PackingError(
+                    f"--thd-max-packed-sequences {self._config.max_seqs}: {most} samples of one row must share a pack. "
+                    f"Raise it to at least {most}."
+                )
             plan = make_plan(
-                gathered.lengths,
+                [
+                    gathered.lengths[unit[0]] if len(unit) == 1 else sum(pad(gathered.lengths[i]) for i in unit)
+                    for unit in units
+                ],
                 scheduler=self._config.scheduler or "",
                 topology=self._config.topology,
                 max_tokens_per_rank=self._config.max_tokens_per_rank,
-                max_seqs=self._config.max_seqs,
+                max_seqs=None if self._config.max_seqs is None else self._config.max_seqs // most,
                 microbatch_multiple=self._microbatch_multiple,
             )
         except Exception as error:  # a planner of the user's own included
@@ -154,13 +167,13 @@ class StepPacker:
         return plan, _ms_since(started), failure
 
     def _exchange(
-        self, samples: Sequence[SampleTensors], plan: Plan, gathered: GatheredLengths
+        self, samples: Sequence[SampleTensors], plan: Plan, gathered: GatheredLengths, units: Units
     ) -> tuple[PackedBatch, ...]:
         rank = 0 if self._group is None else self._group.rank()
         destinations = [0] * len(gathered.lengths)
         for microbatch in plan.microbatches:
             for to, pack in enumerate(microbatch.packs):
-                for sample_id in pack.sample_ids:
+                for sample_id in _samples_in(pack, units):
                     destinations[sample_id] = to
         first = gathered.first_id(rank)
         received = exchange_samples(
@@ -173,17 +186,18 @@ class StepPacker:
         return tuple(
             dummy_pack(alignment=alignment)
             if pack.is_dummy
-            else build_pack([received[i] for i in pack.sample_ids], alignment=alignment)
+            else build_pack([received[i] for i in _samples_in(pack, units)], alignment=alignment)
             for pack in plan.rank_packs(rank)
         )
 
-    def _figures(self, plan: Plan, gathered: GatheredLengths, plan_ms: float, exchange_ms: float) -> StepFigures:
+    def _figures(
+        self, plan: Plan, gathered: GatheredLengths, lost: LostInStep, plan_ms: float, exchange_ms: float
+    ) -> StepFigures:
         alignment = self._config.topology.alignment
         packs = [pack for microbatch in plan.microbatches for pack in microbatch.packs]
         dummies = sum(pack.is_dummy for pack in packs)
         real_tokens = sum(gathered.lengths)
         rows = sum(self._config.topology.pad(length) for length in gathered.lengths) + dummies * alignment
-        dropped, truncated = gathered.counters
         return StepFigures(
             samples=len(gathered.lengths),
             packs=len(packs),
@@ -193,23 +207,24 @@ class StepPacker:
             padding_tokens=rows - real_tokens,
             fill=real_tokens / (len(packs) * self._config.capacity),
             targets=sum(gathered.targets),
-            dropped=dropped,
-            truncated=truncated,
+            dropped=lost.dropped,
+            truncated=lost.truncated,
             plan_ms=plan_ms,
             exchange_ms=exchange_ms,
         )
 
 
+def _samples_in(pack: Pack, units: Units) -> list[int]:
+    """The ids of a pack's samples: those of a unit one after the other."""
+    return [i for unit in pack.sample_ids for i in units[unit]]
+
+
 def _as_raised(failure: Exception) -> PackingError:
-    """What every rank will say: a bad row's own message, where a loader's worker wrapped it in its traceback; of what
-    nobody foresaw, type and place. The traceback stays with it as its cause.
-    """
+    """What every rank will say; of what nobody foresaw, type and place. The traceback stays with it as its cause."""
     if isinstance(failure, PackingError):
         return failure
-    marker = f"{SampleError.__name__}: "
-    foreseen = marker in str(failure)
-    said = PackingError(str(failure).rsplit(marker, 1)[1].strip() if foreseen else peers.describe(failure))
-    said.__cause__ = None if foreseen else failure
+    said = PackingError(peers.describe(failure))
+    said.__cause__ = failure
     return said
 
 
@@ -218,16 +233,22 @@ class _Drawn:
 
     def __init__(self) -> None:
         self.samples: list[SampleTensors] = []
-        self.dropped: Counter[str] = Counter()
-        self.truncated = 0
+        self.joined: list[bool] = []
+        self.lost = Lost()
 
     def add(self, item: dict[str, Any]) -> None:
-        """Take in one item of the loader: a sample, a dropped row, or a row of several samples."""
-        if "dropped" in item:
-            self.dropped[_only(item["dropped"])] += 1
+        """Take in one item of the loader: a sample, a dropped row, a row of several samples, or none (evaluation)."""
+        if "absent" in item:
             return
-        self.truncated += int("truncated" in item)
-        self.samples += samples_of_row(item)
+        if self.lost.add(item):
+            return
+        if "together" in item:
+            samples = [sample for part in item["together"] for sample in samples_of_row(part)]
+            self.joined += [number > 0 for number in range(len(samples))]
+        else:
+            samples = samples_of_row(item)
+            self.joined += [False] * len(samples)
+        self.samples += samples
 
 
 def samples_of_row(item: dict[str, Any]) -> list[SampleTensors]:
@@ -287,10 +308,6 @@ def _flat(item: dict[str, Any], name: str) -> torch.Tensor:
             f"a dataset's item holds {value.shape[0]} rows of {name!r}; packing needs --micro-batch-size 1."
         )
     return value.reshape(-1)
-
-
-def _only(value: Any) -> str:
-    return str(value[0] if isinstance(value, list | tuple) else value)
 
 
 def _ms_since(started: float) -> float:

@@ -1,44 +1,52 @@
-"""What takes the place of the script's dataset provider? Our datasets, looked at on every rank before step 1."""
+"""What takes the place of the script's dataset provider? Our datasets, looked at by all ranks before step 1."""
 
+import argparse
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
-from megatron.core.datasets.utils import Split
+from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 from megatron_packing.config import PackingConfig
-from megatron_packing.data import Dropped, TokenizedSample, survey
 from megatron_packing.errors import ConfigError
 from megatron_packing.mcore import peers
 from megatron_packing.mcore.dataset import (
     MockVarlenDataset,
     PackingDatasetConfig,
+    PreferenceDataset,
     SFTDataset,
     VarlenDataset,
-    merged_sample,
 )
+from megatron_packing.mcore.look import check_sources, data_paths
+from megatron_packing.mcore.supply import check_requests, make_loaders
+from megatron_packing.mcore.token_caches import build_token_caches
 
 
 def make_provider(config: PackingConfig) -> Callable[..., Any]:
-    """A dataset provider for `pretrain`: (train, valid, test), or Nones where a rank reads no data."""
+    """A dataset provider for `pretrain`: loaders for (train, valid, test), or Nones where a rank reads no data."""
 
     def provider(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+        from megatron.training import get_args
 
         if config.packed and vp_stage not in (None, 0):
             return None, None, None  # the first chunk's iterator feeds them all
         peers.connect()  # the first moment at which the ranks know each other and we are sure to be called on all
         dataset_class = dataset_class_of(config.dataset)
-        dataset_config = dataset_config_of(config)
-        _check_sources(dataset_class, dataset_config)
+        dataset_config = _config_of_this_run(config)
+        if issubclass(dataset_class, VarlenDataset):
+            config.check_together(dataset_class.kept_together)
+        _build_indexes(dataset_class, dataset_config)
+        check_sources(dataset_class, dataset_config)
+        build_token_caches(dataset_class, dataset_config)
+        several = get_args().multiple_validation_sets
+        check_requests(config, dataset_config, num_samples, several=several)
+        asked = [num_samples[0], None, None] if config.full_validation else list(num_samples)
         datasets = BlendedMegatronDatasetBuilder(
-            dataset_class, num_samples, lambda: _reads_data(config, vp_stage), dataset_config
+            dataset_class, asked, lambda: _reads_data(config, vp_stage), dataset_config
         ).build()
-        # Megatron cannot load from an empty split (--eval-iters 0); where nothing is asked, there is none.
-        train, valid, test = (built if wanted else None for built, wanted in zip(datasets, num_samples, strict=True))
-        return train, valid, test
+        return make_loaders(config, datasets, num_samples)
 
     provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron: called on every rank
     return provider
@@ -66,7 +74,7 @@ def dataset_class_of(name: str) -> type[MegatronDataset]:
     Raises:
         ConfigError: `module:Class` cannot be imported, or is no `MegatronDataset`.
     """
-    own = {"varlen": VarlenDataset, "sft": SFTDataset, "mock": MockVarlenDataset}
+    own = {"varlen": VarlenDataset, "sft": SFTDataset, "mock": MockVarlenDataset, "preference": PreferenceDataset}
     if name in own:
         return own[name]
     module_name, _, class_name = name.partition(":")
@@ -84,14 +92,34 @@ def dataset_class_of(name: str) -> type[MegatronDataset]:
     return found
 
 
-def dataset_config_of(config: PackingConfig) -> PackingDatasetConfig:
-    """Megatron's dataset settings for this run, from its global arguments."""
+def _config_of_this_run(config: PackingConfig) -> PackingDatasetConfig:
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
     from megatron.training import get_args
-    from megatron.training.utils import get_blend_and_blend_per_split
 
     args = get_args()
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return dataset_config_of(config, args, build_tokenizer(args))
+
+
+def dataset_config_of(config: PackingConfig, args: argparse.Namespace, tokenizer: Any) -> PackingDatasetConfig:
+    """Megatron's dataset settings for a run with these arguments.
+
+    Args:
+        config: our settings, resolved from the same arguments.
+        args: Megatron's arguments.
+        tokenizer: as Megatron built it.
+
+    Raises:
+        ConfigError: the paths are no list of paths, nor of weights and paths.
+    """
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    try:
+        blend, blend_per_split = get_blend_and_blend_per_split(args)
+    except (AssertionError, OSError, LookupError, ValueError) as error:
+        raise ConfigError(
+            f"data paths cannot be understood ({type(error).__name__}: {error}). Give one path, several paths, or a "
+            "weight before each path; files of --data-args-path hold the same."
+        ) from error
     return PackingDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -99,11 +127,11 @@ def dataset_config_of(config: PackingConfig) -> PackingDatasetConfig:
         blend_per_split=blend_per_split,
         split=args.split,
         multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
+        full_validation=config.full_validation,
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        tokenizer=build_tokenizer(args),
+        tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
@@ -112,85 +140,40 @@ def dataset_config_of(config: PackingConfig) -> PackingDatasetConfig:
         data_parallel_size=config.topology.dp,
         sequence_parallel_size=config.topology.tp if config.topology.sequence_parallel else 0,
         packing_overlong=config.overlong,
+        packing_eval_overlong=config.eval_overlong,
         packing_bad_rows=config.bad_rows,
+        packing_shuffle=config.shuffle,
         packing_chat_format=config.chat_format,
+        packing_train_on=config.train_on,
+        packing_schema=config.schema,
+        packing_token_cache=config.token_cache,
         varlen_sbhd_validation=not config.packed,
         varlen_mock_dataset_config_json=config.mock_config,
     )
 
 
-def _check_sources(dataset_class: type[MegatronDataset], config: PackingDatasetConfig) -> None:
-    """Look at the first rows of every file, on every rank, before Megatron's own barriers.
+def _build_indexes(dataset_class: type[MegatronDataset], config: PackingDatasetConfig) -> None:
+    """Let one rank find out about each file what takes long, once; the others then find it beside the file.
+
+    Rank 0 does it for a file system that all nodes share. Then the first rank of every other node looks, and does it
+    again where it cannot see what rank 0 wrote.
 
     Raises:
-        PackingError: on every rank, when any rank finds a file that cannot be trained on.
+        PackingError: on every rank, when a file cannot be read.
     """
     import torch.distributed as dist
-    from megatron.training.utils import print_rank_0
 
-    from megatron_packing.comm.failures import raise_if_any_failed
+    from megatron_packing.comm.turns import take_turn
 
-    failure: Exception | None = None
-    try:
-        for line in survey_sources(dataset_class, config):
-            print_rank_0(f"megatron_packing: {line}")
-    except Exception as error:
-        failure = error
-    on_gpu = dist.get_backend() == "nccl"
-    raise_if_any_failed(failure, group=dist.group.WORLD, device="cuda" if on_gpu else "cpu")
-
-
-def survey_sources(dataset_class: type[MegatronDataset], config: PackingDatasetConfig) -> list[str]:
-    """One line for the log about each file; raises what makes a run impossible.
-
-    Raises:
-        PackingError: a file is missing, empty, rotten in its first rows, or has nothing to learn in them.
-    """
     if not issubclass(dataset_class, VarlenDataset):
-        return []
-    lines = []
-    for path in _paths(config):
-        rows = dataset_class.build_low_level_dataset(path, config)
-        probe = dataset_class(rows, path, np.arange(len(rows)), None, Split.train, config)
-        seen = survey(_Named(rows, str(path or "mock data")), _AsEncoder(probe))  # type: ignore[arg-type]
-        seen.check(bad_rows=config.packing_bad_rows)
-        if not lines:
-            lines.append(probe.encoder.describe())
-        skipped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(seen.skipped.items())) or "none"
-        lines.append(
-            f"{seen.path}: {len(rows):,} rows; of the first {seen.rows:,}: {seen.samples:,} samples, {seen.tokens:,} "
-            f"tokens, {seen.targets:,} targets, {seen.truncated:,} truncated, skipped: {skipped}"
-        )
-    return lines
+        return
 
+    def build() -> None:
+        for data in data_paths(config):
+            dataset_class.build_low_level_dataset(data.path, config)
 
-def _paths(config: PackingDatasetConfig) -> list[str | None]:
-    """Every data path of the run, once, in order; a single None for mock data."""
-    blends = [config.blend] if config.blend is not None else config.blend_per_split or []
-    paths = [path for blend in blends if blend is not None for path in blend[0]]
-    return list(dict.fromkeys(paths)) or [None]
-
-
-class _Named:
-    """A source under the name that the survey shows; a user's own source need not have one."""
-
-    def __init__(self, rows: LowLevelDataset, path: str) -> None:
-        self._rows = rows
-        self.path = path
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, row: int) -> Any:
-        return self._rows[row]
-
-
-class _AsEncoder:
-    """Lets the survey see rows as the dataset sees them: its own conversion, and several samples a row."""
-
-    def __init__(self, dataset: VarlenDataset) -> None:
-        self._dataset = dataset
-
-    def encode(self, record: Any, path: str, line: int) -> TokenizedSample | Dropped:
-        encoded = self._dataset.encode(record, line - 1)
-        return encoded if isinstance(encoded, Dropped) else merged_sample(encoded)
+    on_rank_0, leads_node = dist.get_rank() == 0, os.environ.get("LOCAL_RANK") == "0"
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    take_turn(build, is_mine=on_rank_0, device=device)
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(dist.get_world_size()):
+        take_turn(build, is_mine=leads_node and not on_rank_0, device=device)

@@ -1,12 +1,16 @@
 """What does packing do to a run, step by step? One line beside Megatron's own, and TensorBoard and W&B."""
 
 import time
-import warnings
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron_packing.config import PackingConfig
-from megatron_packing.mcore.iterator import StepFigures, StepPacker
+from megatron_packing.data.survey import describe_losses
+from megatron_packing.mcore.iterator import StepFigures
+from megatron_packing.mcore.lost import TRUNCATED, LostInStep
 
 
 @dataclass(slots=True)
@@ -32,7 +36,7 @@ class StepReporter:
         self._interval = _Interval()
         self._step_began: float | None = None
         self._last_iteration = -1
-        self._told: set[str] = set()
+        self._losses = LossReporter()
         self._steps_without_targets = 0
         self._dropped = 0
         self._truncated = 0
@@ -42,17 +46,17 @@ class StepReporter:
         if training and self._step_began is None:
             self._step_began = time.perf_counter()
 
-    def step_ended(self, figures: StepFigures, packer: StepPacker | None, *, training: bool) -> None:
-        """Call once the schedule has run, on every rank; `packer` on those that draw samples."""
-        if packer is not None:
-            self._warn_of_losses(packer)
+    def step_ended(self, figures: StepFigures, lost: LostInStep | None, *, training: bool) -> None:
+        """Call once the schedule has run, on every rank; with what was lost, on those that draw samples."""
         now = time.perf_counter()
         if not training:
             self._step_began = None  # the next training step begins when it begins
+            self._losses.add(lost, training=False)
             return
         assert self._step_began is not None
         if self._counted_already():
             return
+        self._losses.add(lost, training=True)
         interval = self._interval
         interval.steps += 1
         interval.seconds += now - self._step_began
@@ -64,25 +68,18 @@ class StepReporter:
         self._steps_without_targets += figures.targets == 0
         if interval.steps >= self._every:
             self._write(figures, interval)
+            self._losses.write_totals()
             self._interval = _Interval()
+
+    def run_ends(self) -> None:
+        """Say what the run lost, by reason, with examples."""
+        self._losses.write_summary()
 
     def _counted_already(self) -> bool:
         from megatron.training.global_vars import get_args
 
         last, self._last_iteration = self._last_iteration, get_args().curr_iteration
         return last == self._last_iteration
-
-    def _warn_of_losses(self, packer: StepPacker) -> None:
-        """Say once, on the rank where it first happened, why rows are lost."""
-        reasons = [f"dropped ({reason})" for reason in packer.dropped]
-        if packer.truncated:
-            reasons.append("truncated")
-        for reason in reasons:
-            if reason not in self._told:
-                self._told.add(reason)
-                warnings.warn(
-                    f"megatron_packing: a row was {reason}; further ones are counted in the packing line.", stacklevel=2
-                )
 
     def _write(self, figures: StepFigures, interval: _Interval) -> None:
         from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
@@ -124,3 +121,47 @@ def _line(iteration: int, scalars: dict[str, Any], lost: dict[str, int]) -> str:
     words = [f"{name}: {value:{formats.get(name, ',')}}" for name, value in scalars.items()]
     words += [f"{name}: {total:,}" for name, total in lost.items()]
     return f" packing iteration {iteration:8d} | " + " | ".join(words) + " |"
+
+
+class LossReporter:
+    """Says which rows are lost and why: each reason's first rows at once, totals as they grow, all of it at the end.
+
+    Rank 0 speaks; it draws samples, and counts cover all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counter[str]] = {name: Counter() for name in ("training", "evaluation")}
+        self._examples: dict[str, dict[str, list[str]]] = {name: {} for name in self._counts}
+        self._written = 0
+
+    def add(self, lost: LostInStep | None, *, training: bool) -> None:
+        """Take in what a step lost; None on ranks that do not draw."""
+        if lost is None or _rank() != 0:
+            return
+        name = "training" if training else "evaluation"
+        self._counts[name].update(lost.counts)
+        for reason, why in lost.news:
+            self._examples[name].setdefault(reason, []).append(why)
+            befell = "truncated" if reason == TRUNCATED else f"dropped ({reason})"
+            print(f"megatron_packing: a row was {befell} in {name}: {why}", flush=True)
+
+    def write_totals(self) -> None:
+        """One line by reason, where rows were dropped since the last one; cut ones are in the packing line as well."""
+        counts = self._counts["training"]
+        dropped = counts.total() - counts[TRUNCATED]
+        if dropped > self._written:
+            self._written = dropped
+            told = " | ".join(f"{reason}: {count:,}" for reason, count in sorted(counts.items()))
+            print(f" packing, rows lost or cut since the start | {told} |", flush=True)
+
+    def write_summary(self) -> None:
+        """A table by reason, with the first rows of each."""
+        for name, counts in self._counts.items():
+            if counts:
+                print(f"megatron_packing: rows lost or cut in {name}, over all ranks: {counts.total():,}", flush=True)
+                for line in describe_losses(counts, self._examples[name]):
+                    print(f"megatron_packing: {line}", flush=True)
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_packing.config import PackingConfig
+from megatron_packing.errors import PackingError
 from megatron_packing.mcore.feed import FedStep, StepFeeder
 from megatron_packing.mcore.params import padding_mask, to_packed_seq_params
 from megatron_packing.mcore.report import StepReporter
@@ -46,7 +47,7 @@ class PackedStepRunner:
             chunks = model if isinstance(model, list) else [model]
             feeder = self._prepare(chunks)
             self._reporter.step_begins(training=not forward_only)
-            step = feeder.feed(data_iterator, num_microbatches)
+            step = feeder.feed(data_iterator, num_microbatches, training=not forward_only)
             iterators = [PackIterator(step.shares, current) for current in self._currents]
             losses = schedule(
                 data_iterator=iterators if isinstance(data_iterator, list) else iterators[0],
@@ -58,14 +59,19 @@ class PackedStepRunner:
             )
             for current in self._currents:
                 current.share = None
+            _running.clear()
             if not forward_only:
                 _count_real_work(step)
                 if step.figures.targets == 0:
                     losses = _skip_update(chunks, losses)
-            self._reporter.step_ended(step.figures, feeder.packer, training=not forward_only)
+            self._reporter.step_ended(step.figures, step.lost, training=not forward_only)
             return losses
 
         return run
+
+    def run_ends(self) -> None:
+        """Say what the run lost. Call once no step follows."""
+        self._reporter.run_ends()
 
     def _prepare(self, chunks: list[nn.Module]) -> StepFeeder:
         """Hook each chunk once; build the feeder at the first step, when Megatron's process groups exist."""
@@ -126,7 +132,23 @@ class PackIterator(Iterator[PackShare]):
 
     def __next__(self) -> PackShare:
         self._current.share = next(self._remaining).to("cuda")
+        _running[:] = [self._current.share]
         return self._current.share
+
+
+_running: list[PackShare] = []
+"""The pack that the script's forward step took last, which is the one whose loss it computes."""
+
+
+def current_pack() -> PackShare:
+    """This rank's share of the pack that runs now, for a loss that looks at samples. Call it where the loss is made.
+
+    Raises:
+        PackingError: no pack is running.
+    """
+    if not _running:
+        raise PackingError("no pack is running; ask for it in the loss of a packed run, right after the forward pass.")
+    return _running[0]
 
 
 def _restart_rope_in_each_sample(chunk: nn.Module, current: CurrentMicrobatch) -> None:

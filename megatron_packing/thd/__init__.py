@@ -2,6 +2,15 @@
 
 from megatron_packing.thd.batch import PackedBatch
 from megatron_packing.thd.pack import SampleTensors, build_pack, dummy_pack
-from megatron_packing.thd.share import PackShare, make_share, share_of_rank
+from megatron_packing.thd.share import PackShare, make_share, share_of_rank, sum_by_sample
 
-__all__ = ["PackShare", "PackedBatch", "SampleTensors", "build_pack", "dummy_pack", "make_share", "share_of_rank"]
+__all__ = [
+    "PackShare",
+    "PackedBatch",
+    "SampleTensors",
+    "build_pack",
+    "dummy_pack",
+    "make_share",
+    "share_of_rank",
+    "sum_by_sample",
+]

@@ -104,3 +104,16 @@ def _positions_and_padding(cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> tup
     positions = rows - cu_seqlens_padded.long()[sample]
     padding = positions >= cu_seqlens.long().diff()[sample]
     return positions.masked_fill(padding, 0), padding
+
+
+def sum_by_sample(values_R: Tensor, share: PackShare) -> Tensor:
+    """[S]: the sum of `values_R` over each sample's rows. Under context parallelism, over those that this rank holds.
+
+    Args:
+        values_R: floating point [R], one for each of the rank's rows; the gradient flows through.
+        share: the pack.
+    """
+    rows_S = share.cu_seqlens_padded.diff().long()
+    ranks = int(share.pack_position_ids_T.numel()) // values_R.numel()  # each rank holds as many rows of every sample
+    sample_of_row_R = torch.repeat_interleave(rows_S // ranks, output_size=values_R.numel())
+    return values_R.new_zeros(rows_S.numel()).index_add(0, sample_of_row_R, values_R)

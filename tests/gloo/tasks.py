@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -16,9 +17,14 @@ from megatron_packing.comm.exchange import exchange_samples
 from megatron_packing.comm.failures import raise_if_any_failed
 from megatron_packing.comm.gather import all_gather_rows_of_cp
 from megatron_packing.comm.lengths import GatheredLengths, check_same, gather_lengths
+from megatron_packing.comm.texts import all_gather_texts
+from megatron_packing.comm.turns import take_turn
 from megatron_packing.config import PackingConfig
+from megatron_packing.data import JsonlSource, open_source
+from megatron_packing.data.sources.index import IndexKind
+from megatron_packing.data.sources.lines import scan_lines
 from megatron_packing.errors import SampleError
-from megatron_packing.mcore import iterator
+from megatron_packing.mcore import iterator, lost
 from megatron_packing.thd import PackedBatch, PackShare, SampleTensors, build_pack, dummy_pack, share_of_rank
 from megatron_packing.thd.layout import order_of_gathered_rows, rows_of_cp_rank
 from megatron_packing.thd.pack import boundaries_of
@@ -34,6 +40,7 @@ class Drawn:
 
     lengths: list[int]
     targets: list[int]
+    joined: list[bool] | None = None
     counters: tuple[int, ...] = ()
     failure: str | None = None
 
@@ -56,6 +63,7 @@ def gather(drawn: Drawn, ranks: int, limit: int) -> tuple[str, Any]:
                 limit=limit,
                 group=group_of(ranks),
                 device="cpu",
+                joined=drawn.joined,
                 counters=drawn.counters,
                 failure=failure,
             )
@@ -133,6 +141,8 @@ class Row:
     dropped: str | None = None
     truncated: bool = False
     raises: str | None = None
+    together: tuple["Row", ...] = ()
+    """Samples of this row that must share a pack; then the row is none itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +155,9 @@ class Packs:
     boundaries: list[list[int]] = field(default_factory=list)
     is_dummy: list[bool] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
-    dropped: dict[str, int] = field(default_factory=dict)
-    truncated: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
+    news: list[tuple[str, str]] = field(default_factory=list)
+    collectives: int = 0
     digest: int = -1
 
 
@@ -171,7 +182,10 @@ def pack_under(config: PackingConfig, rows: list[Row], ranks: int) -> tuple[str,
 
 
 def _pack(packer: iterator.StepPacker, rows: list[Row]) -> Packs:
-    with mock.patch.object(iterator, "check_same", wraps=check_same) as compared:
+    with (
+        mock.patch.object(iterator, "check_same", wraps=check_same) as compared,
+        mock.patch.object(lost, "all_gather_texts", wraps=all_gather_texts) as texts,
+    ):
         step = packer.pack(map(_item, rows), len(rows))
     batches = step.batches
     return Packs(
@@ -181,8 +195,9 @@ def _pack(packer: iterator.StepPacker, rows: list[Row]) -> Packs:
         boundaries=[batch.cu_seqlens.tolist() for batch in batches],
         is_dummy=[batch.is_dummy for batch in batches],
         figures=asdict(step.figures),
-        dropped=dict(packer.dropped),
-        truncated=packer.truncated,
+        lost=dict(step.lost.counts),
+        news=list(step.lost.news),
+        collectives=texts.call_count,
         digest=compared.call_args.args[0],
     )
 
@@ -192,7 +207,9 @@ def _item(row: Row) -> dict[str, Any]:
     if row.raises is not None:
         raise SampleError("rows.jsonl", 3, row.raises)
     if row.dropped is not None:
-        return {"dropped": [row.dropped], "original_seq_len": torch.zeros(1, 1)}
+        return {"dropped": [row.dropped], "original_seq_len": torch.zeros(1, 1), "why": [f"{row.first}: bad"]}
+    if row.together:
+        return {"together": [_item(part) for part in row.together]}
     tokens = torch.arange(row.first, row.first + row.length + 2)  # two tokens of padding
     item = {
         "tokens": tokens[None],
@@ -202,7 +219,11 @@ def _item(row: Row) -> dict[str, Any]:
         "original_seq_len": torch.tensor([[row.length]], dtype=torch.int32),
         "padded_seq_len": torch.tensor([[tokens.numel()]], dtype=torch.int32),
     }
-    return {**item, "truncated": torch.tensor([True])} if row.truncated else item
+    return {**item, "truncated": torch.tensor([True]), "why": [f"{row.first}: cut"]} if row.truncated else item
+
+
+def gather_texts(text: str, ranks: int) -> list[str]:
+    return all_gather_texts(text, group=group_of(ranks), device="cpu")
 
 
 def gather_rows(
@@ -377,3 +398,19 @@ def _place(
         cp_rank=cp[1],
         device="cpu",
     )
+
+
+def open_after_a_turn(path: str, builder: int) -> tuple[str, Any]:
+    """(rows, how often this rank read the file to find them), after rank `builder` opened it, slowly."""
+    scans = []
+
+    def scan(file: Any, stamp: Any) -> Any:
+        scans.append(time.sleep(0.3))
+        yield from scan_lines(file, stamp)
+
+    def opened_rows() -> tuple[int, int]:
+        take_turn(lambda: open_source(path) and None, is_mine=dist.get_rank() == builder, device="cpu")
+        return len(open_source(path)), len(scans)
+
+    with mock.patch.object(JsonlSource, "_KIND", IndexKind(name="lines", version=1, scan=scan)):
+        return outcome(opened_rows)

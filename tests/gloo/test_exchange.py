@@ -43,6 +43,7 @@ def exchange(pool: GlooPool, of_rank: list[list[tuple[int, Sample]]], destinatio
     gathered = GatheredLengths(
         lengths=tuple(len(by_id[i][0]) for i in range(len(by_id))),
         targets=tuple(0 for _ in by_id),
+        joined=tuple(False for _ in by_id),
         counts=tuple(len(mine) for mine in of_rank),
     )
     ranks = len(of_rank)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_packing.comm.lengths import GatheredLengths
 from tests import strategies
 from tests.gloo import tasks
 from tests.gloo.pool import GlooPool
@@ -18,7 +19,10 @@ def drawn(max_size: int = 6) -> st.SearchStrategy[Drawn]:
     """What one rank drew, often nothing."""
     return strategies.lengths(max_size=max_size).map(
         lambda lengths: Drawn(
-            lengths=lengths, targets=[length // 2 for length in lengths], counters=(len(lengths), 10 * len(lengths))
+            lengths=lengths,
+            targets=[length // 2 for length in lengths],
+            joined=[i > 0 and length % 3 == 0 for i, length in enumerate(lengths)],
+            counters=(len(lengths), 10 * len(lengths)),
         )
     )
 
@@ -32,6 +36,7 @@ def test_every_rank_leaves_with_the_same_list_rank_major(pool: GlooPool, of_rank
     expected = {
         "lengths": tuple(everyone),
         "targets": tuple(length // 2 for length in everyone),
+        "joined": tuple(joined for d in of_rank for joined in d.joined or ()),
         "counts": tuple(len(d.lengths) for d in of_rank),
         "counters": (len(everyone), 10 * len(everyone)),
     }
@@ -47,7 +52,7 @@ def test_one_collective_does_unless_a_rank_drew_more_than_expected(pool: GlooPoo
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_nothing_on_any_rank(pool: GlooPool, ranks: int) -> None:
     nothing = Drawn(lengths=[], targets=[])
-    expected = {"lengths": (), "targets": (), "counts": (0,) * ranks, "counters": ()}
+    expected = {"lengths": (), "targets": (), "joined": (), "counts": (0,) * ranks, "counters": ()}
     answers = pool.run(tasks.gather, ranks, 3, of_rank=[nothing] * ranks, ranks=ranks)
     assert answers == [("returned", expected)] * ranks
 
@@ -55,7 +60,13 @@ def test_nothing_on_any_rank(pool: GlooPool, ranks: int) -> None:
 def test_numbers_beyond_32_bits_arrive_whole(pool: GlooPool) -> None:
     large = Drawn(lengths=[2**40 + 1], targets=[2**40], counters=(2**50,))
     answers = pool.run(tasks.gather, 2, 1, of_rank=[large, large], ranks=2)
-    expected = {"lengths": (2**40 + 1,) * 2, "targets": (2**40,) * 2, "counts": (1, 1), "counters": (2**51,)}
+    expected = {
+        "lengths": (2**40 + 1,) * 2,
+        "targets": (2**40,) * 2,
+        "joined": (False,) * 2,
+        "counts": (1, 1),
+        "counters": (2**51,),
+    }
     assert answers == [("returned", expected)] * 2
 
 
@@ -155,3 +166,13 @@ def test_a_text_that_no_encoding_takes_keeps_nobody_waiting(pool: GlooPool) -> N
     """Python gives undecodable bytes of a file name as lone surrogates."""
     answers = pool.run(tasks.fail_together, 2, of_rank=["caf\udce9.jsonl:3", None], ranks=2)
     assert answers[1] == ("PackingError", "rank 0 failed: caf\\udce9.jsonl:3")
+
+
+def test_units_are_samples_and_those_joined_to_them() -> None:
+    def units(*joined: bool) -> tuple[tuple[int, ...], ...]:
+        zeros = (0,) * len(joined)
+        return GatheredLengths(lengths=zeros, targets=zeros, joined=joined, counts=(len(joined),)).units()
+
+    assert units() == ()
+    assert units(False, False) == ((0,), (1,))
+    assert units(False, True, False, True, True, False) == ((0, 1), (2, 3, 4), (5,))

@@ -102,7 +102,7 @@ def test_a_dropped_row_leaves_a_dummy_that_teaches_nothing(pool: GlooPool) -> No
     figures = packs[0].figures
     assert (figures["samples"], figures["dropped"], figures["targets"], figures["real_tokens"]) == (3, 1, 20, 20)
     assert figures["padding_tokens"] == 1  # the dummy's one row
-    assert [of_rank.dropped for of_rank in packs] == [{"no_targets": 1}, {}]
+    assert [of_rank.lost for of_rank in packs] == [{"no_targets": 1}] * 2
 
 
 def test_every_row_of_a_step_dropped(pool: GlooPool) -> None:
@@ -151,14 +151,119 @@ def test_packs_are_the_planner_s_and_hold_the_drawn_samples(
         assert of_rank.digest == plan.digest()
 
 
-def test_counts_grow_from_step_to_step(pool: GlooPool) -> None:
-    steps = [[Row(length=4, first=100, truncated=True), Row(dropped="empty")], [Row(dropped="empty"), *rows(4)]]
+def test_losses_are_counted_by_reason_over_all_ranks_and_told_with_their_first_rows(pool: GlooPool) -> None:
+    empty, cut = Row(first=1, dropped="empty"), Row(length=4, first=100, truncated=True)
+    of_first = [[cut, empty], rows(4, 4), [empty, empty], [empty, empty], rows(4, 4)]
+    of_second = [
+        [empty, *rows(4)],
+        rows(4, 4),
+        [Row(first=2, dropped="bad_json"), empty],
+        [empty, *rows(4)],
+        rows(4, 4),
+    ]
+    answers = pool.run(tasks.pack_steps, config(2), 2, of_rank=[of_first, of_second], ranks=2)
+    for steps in answers:
+        packs = [step for _, step in steps]
+        assert [step.lost for step in packs] == [
+            {"empty": 2, "truncated": 1},
+            {},
+            {"empty": 3, "bad_json": 1},
+            {"empty": 3},
+            {},
+        ]
+        figures = [(step.figures["dropped"], step.figures["truncated"]) for step in packs]
+        assert figures == [(2, 1), (0, 0), (4, 0), (3, 0), (0, 0)]
+        assert packs[0].news == [("truncated", "100: cut"), ("empty", "1: bad"), ("empty", "1: bad")]
+        assert packs[2].news == [("empty", "1: bad"), ("bad_json", "2: bad")]
+        # Only a step with something new to tell pays for it.
+        assert [step.collectives for step in packs] == [1, 0, 1, 0, 0]
+
+
+LOST_ROWS = st.lists(st.one_of(st.none(), st.sampled_from(["empty", "no_targets", "bad_json", "own"])), min_size=2)
+
+
+@given(steps=st.lists(LOST_ROWS, min_size=1, max_size=6), ranks=st.integers(1, 4))
+@settings(max_examples=50, deadline=None)
+def test_every_lost_row_is_counted_once_and_at_most_three_of_a_reason_are_told(
+    pool: GlooPool, steps: list[list[str | None]], ranks: int
+) -> None:
+    even = [[*step, *[None] * (-len(step) % ranks)] for step in steps]
+    drawn = [[Row(dropped=reason) if reason else Row(length=2) for reason in step] for step in even]
+    of_rank = [[step[rank::ranks] for step in drawn] for rank in range(ranks)]
+    answers = pool.run(tasks.pack_steps, config(ranks), ranks, of_rank=of_rank, ranks=ranks)
+    everything = Counter(reason for step in steps for reason in step if reason)
+    for packs in ([step for _, step in of_one] for of_one in answers):
+        assert [step.lost for step in packs] == [dict(Counter(filter(None, step))) for step in steps]
+        told = Counter(reason for step in packs for reason, _ in step.news)
+        assert told == {reason: min(count, 3) for reason, count in everything.items()}
+
+
+def test_a_reason_of_its_own_for_every_row_does_not_make_steps_grow(pool: GlooPool) -> None:
+    steps = [[Row(dropped=f"row {50 * step + place}") for place in range(50)] for step in range(4)]
     answers = pool.run(tasks.pack_steps, config(2), 2, of_rank=[steps, steps], ranks=2)
-    for (_, first), (_, second) in answers:
-        assert (first.dropped, first.truncated) == ({"empty": 1}, 1)
-        assert (second.dropped, second.truncated) == ({"empty": 2}, 1)
-        assert (first.figures["dropped"], first.figures["truncated"]) == (2, 2)  # of both ranks, in this step
-        assert (second.figures["dropped"], second.figures["truncated"]) == (2, 0)
+    for packs in ([step for _, step in of_one] for of_one in answers):
+        assert [step.lost.get("other", 0) for step in packs] == [0, 0, 100, 100]
+        assert [sum(step.lost.values()) for step in packs] == [100] * 4
+        assert [step.collectives for step in packs] == [1, 1, 1, 0]
+
+
+def test_texts_of_any_length_reach_every_rank(pool: GlooPool) -> None:
+    texts = ["", "a" * 5000 + "\u2603", "b\udcff.jsonl"]
+    assert pool.run(tasks.gather_texts, 3, of_rank=texts, ranks=3) == [texts] * 3
+
+
+# --- rows whose samples must share a pack ---------------------------------------------------------
+
+
+def pair(first: int, chosen: int, rejected: int) -> Row:
+    """Two samples of these lengths, of tokens that occur nowhere else."""
+    return Row(together=(Row(length=chosen, first=first), Row(length=rejected, first=first + 50)))
+
+
+@given(
+    lengths=st.lists(
+        st.one_of(st.none(), st.tuples(st.integers(1, CAPACITY // 2), st.integers(1, CAPACITY // 2))),
+        min_size=1,
+        max_size=10,
+    ),
+    ranks=st.integers(1, 4),
+    max_seqs=st.one_of(st.none(), st.integers(2, 5)),
+)
+@settings(max_examples=50, deadline=None)
+@pytest.mark.parametrize("scheduler", ["first_fit", "dp_balanced"])
+def test_pairs_are_never_parted(
+    pool: GlooPool, scheduler: str, lengths: list[tuple[int, int] | None], ranks: int, max_seqs: int | None
+) -> None:
+    rows_ = [Row(dropped="no_targets") if two is None else pair(100 * i, *two) for i, two in enumerate(lengths, 1)]
+    drawn = shared_out([*rows_, *[Row(dropped="empty")] * (-len(rows_) % ranks)], ranks)
+    packs = pack_step(pool, drawn, config(ranks, scheduler=scheduler, max_seqs=max_seqs))
+    check_step([[part for row in of_rank for part in (row.together or (row,))] for of_rank in drawn], packs)
+    for of_rank in packs:
+        for tokens, edges, is_dummy in zip(of_rank.tokens, of_rank.boundaries, of_rank.is_dummy, strict=True):
+            starts = [] if is_dummy else [tokens[edge] for edge in edges[:-1]]
+            assert len(starts) <= (max_seqs or len(starts))
+            assert [start + 50 for start in starts[0::2]] == starts[1::2], "chosen and rejected, one after the other"
+            assert all(start % 100 == 0 for start in starts[0::2])
+
+
+def test_pairs_and_single_samples_in_one_step(pool: GlooPool) -> None:
+    """Padded to 4, the pair takes all 8 tokens of a pack."""
+    asked = replace(config(2), topology=Topology(dp=2, cp=2), max_tokens_per_rank=4)
+    drawn = [[pair(100, 3, 1)], [Row(length=5, first=300)]]
+    packs = pack_step(pool, drawn, asked)
+    assert [of_rank.boundaries for of_rank in packs] == [[[0, 3, 4]], [[0, 5]]]
+    assert packs[0].figures["samples"] == 3
+    assert packs[0].figures["padding_tokens"] == 1 + 3 + 3
+
+
+def test_a_pair_that_does_not_fit_stops_every_rank(pool: GlooPool) -> None:
+    drawn = [[[pair(100, 5, 4)]], [[pair(300, 1, 1)]]]
+    for ((kind, text),) in pool.run(tasks.pack_steps, config(2), 2, of_rank=drawn, ranks=2):
+        assert kind == "CapacityError"
+        assert "has 9 tokens" in text
+    for ((kind, text),) in pool.run(tasks.pack_steps, config(2, max_seqs=1), 2, of_rank=drawn, ranks=2):
+        assert kind == "PackingError"
+        assert "--thd-max-packed-sequences 1: 2 samples of one row must share a pack" in text
 
 
 def test_a_row_that_cannot_be_read_stops_every_rank(pool: GlooPool) -> None:

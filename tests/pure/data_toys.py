@@ -4,6 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_packing.data import Dropped, Encoder, Record, Source, Survey, TokenizedSample, convert, survey
+from megatron_packing.data.sources import ManySource
+from megatron_packing.data.survey import first_rows
+
 EOS = 7
 
 
@@ -15,6 +19,8 @@ class Toy:
     bos_id: int | None = None
     pad_id: int = EOS  # the vocabulary has no pad token: EOS stands in
     name: str = "toy"
+    vocab_size: int = 100
+    fingerprint: str = "toy"
     chat: Any = None
     conversation: Callable[..., Any] | None = None
 
@@ -31,7 +37,12 @@ class Real:
 
     chat: Any
     name: str = "real"
+    fingerprint: str = "real"
     conversation: Callable[..., Any] | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.chat)
 
     @property
     def eos_id(self) -> int:
@@ -50,3 +61,40 @@ class Real:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.chat.decode(list(ids))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedRows:
+    """A file's rows as an encoder sees them, for `survey`."""
+
+    source: Source
+    encoder: Encoder
+
+    @property
+    def path(self) -> str:
+        return self.source.path
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def starts(self) -> Sequence[int]:
+        return self.source.starts if isinstance(self.source, ManySource) else (0, len(self))
+
+    def read(self, row: int) -> Any:
+        return self.source[row]
+
+    def understand(self, record: Any) -> object:
+        return convert(record) if isinstance(record, Record) else record
+
+    def encode(self, record: Any, row: int) -> list[TokenizedSample] | Dropped:
+        return self.encoder.encode(record, self.path, row + 1)
+
+    def place(self, record: Any, row: int) -> str:
+        return f"{self.path}:{record.line if isinstance(record, Record) else row + 1}"
+
+
+def surveyed(source: Source, encoder: Encoder, limit: int = 1000) -> Survey:
+    """What the first `limit` rows give, all of them encoded."""
+    look_at = first_rows((0, len(source)), encode=limit, most=0)
+    return survey(EncodedRows(source=source, encoder=encoder), look_at)

@@ -1,3 +1,4 @@
+import dataclasses
 import re
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -63,6 +64,9 @@ def test_settings_cannot_change_later() -> None:
             id="overlong",
         ),
         pytest.param({"bad_rows": "drop"}, "--packing-bad-rows drop: .*choose one of error, skip", id="bad-rows"),
+        pytest.param({"train_on": "users"}, "--packing-train-on users: .*all-assistant, last-assistant", id="train-on"),
+        pytest.param({"overlong": "split", "scheduler": None}, "with --varlen-sbhd-validation", id="padded-split"),
+        pytest.param({"overlong": "split", "dataset": "sft"}, "split with --sft", id="sft-split"),
         pytest.param({"attention": "stock"}, "--packing-attention stock: .*Use auto, sdpa or te", id="stock-attention"),
     ],
 )
@@ -152,6 +156,52 @@ def test_a_capacity_below_one_alignment_unit_is_not_advised_to_be_zero() -> None
     assert "--max-seqlen-per-dp-cp-rank 4 (capacity 8)." in said
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_tokens_per_rank": 8}, "2 samples of a row .* 32 together. Raise it to at least 16"),
+        ({"max_seqs": 1}, "--thd-max-packed-sequences 1: 2 samples"),
+        ({"scheduler": None}, "--varlen-sbhd-validation: a row of --packing-dataset preference makes 2 samples"),
+        ({"eval_max_tokens_per_rank": 8}, "--packing-eval-max-seqlen-per-dp-cp-rank 8: .*at least 16"),
+    ],
+)
+def test_pairs_need_room_for_both(changes: dict[str, Any], words: str) -> None:
+    usual: dict[str, Any] = {"topology": CP2_TP2, "seq_length": 16, "scheduler": "first_fit", "dataset": "preference"}
+    PackingConfig(**{**usual, "max_tokens_per_rank": 16, "max_seqs": 2})
+    with pytest.raises(ConfigError, match=words):
+        PackingConfig(**{**usual, "max_tokens_per_rank": 16, **changes})
+    own = PackingConfig(**{**usual, "dataset": "my:Pairs", "max_tokens_per_rank": 8})
+    own.check_together(1)
+    with pytest.raises(ConfigError, match="2 samples"):
+        own.check_together(2)
+
+
+def test_evaluation_takes_training_s_settings_where_it_has_none_of_its_own() -> None:
+    usual = PackingConfig(topology=CP2_TP2, seq_length=8, scheduler="first_fit", max_tokens_per_rank=8, overlong="drop")
+    assert usual.for_evaluation() == usual
+    own = dataclasses.replace(
+        usual, eval_scheduler="dp_balanced", eval_max_tokens_per_rank=16, eval_overlong="error"
+    ).for_evaluation()
+    assert (own.scheduler, own.max_tokens_per_rank, own.overlong) == ("dp_balanced", 16, "error")
+    assert own.for_evaluation() == own
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"eval_max_tokens_per_rank": 2}, "is 2, .*Set --packing-eval-max-seqlen-per-dp-cp-rank 4"),
+        ({"eval_max_tokens_per_rank": 0}, "--packing-eval-max-seqlen-per-dp-cp-rank 0"),
+        ({"eval_overlong": "shorten"}, "--packing-eval-overlong shorten"),
+        ({"scheduler": None, "eval_scheduler": "first_fit"}, "--packing-eval-scheduler first_fit"),
+        ({"scheduler": None, "eval_max_tokens_per_rank": 8}, "--packing-eval-max-seqlen-per-dp-cp-rank 8"),
+    ],
+)
+def test_settings_of_evaluation_that_cannot_work(changes: dict[str, Any], words: str) -> None:
+    usual: dict[str, Any] = {"topology": CP2_TP2, "seq_length": 8, "scheduler": "first_fit", "max_tokens_per_rank": 8}
+    with pytest.raises(ConfigError, match=words):
+        PackingConfig(**{**usual, **changes})
+
+
 # --- Megatron's settings --------------------------------------------------------------------------
 
 # What Megatron's parser gives for the settings that we look at, in an ordinary run.
@@ -161,7 +211,7 @@ ORDINARY: dict[str, Any] = {
     "eod_mask_loss": False,
     "fim_data": False,
     "dataloader_type": None,
-    "full_validation": False,
+    "phase_transition_iterations": None,
     "perform_rl_step": False,
     "micro_batch_size": 1,
     "eval_micro_batch_size": None,
@@ -198,7 +248,7 @@ ALWAYS = [
     ("eod_mask_loss", True, "--eod-mask-loss"),
     ("fim_data", True, "--fim-data"),
     ("dataloader_type", "external", "--dataloader-type external"),
-    ("full_validation", True, "--full-validation"),
+    ("phase_transition_iterations", "5,9", "--phase-transition-iterations 5,9"),
     ("perform_rl_step", True, "--perform-rl-step"),
 ]
 PACKED = [

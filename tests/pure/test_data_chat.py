@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_packing.data import Conversation, Dropped, Encoder, Message
+from megatron_packing.data import Conversation, Dropped, Encoder, Message, Record, convert
 from megatron_packing.data.chat import IGNORE_INDEX, choose_chat, learned_turns
 from megatron_packing.errors import ConfigError, SampleError
 from tests.pure.data_toys import Real, Toy
@@ -79,7 +79,7 @@ def make(trained):
     return build
 
 
-def encode(tokenizer, conversation=CHAT, way="auto", train_on="assistant"):
+def encode(tokenizer, conversation=CHAT, way="auto", train_on="all-assistant"):
     learned = learned_turns(conversation, train_on)
     return choose_chat(tokenizer, way).encode(conversation, learned, "train.jsonl", 18)
 
@@ -106,7 +106,7 @@ def test_answers_and_their_end_marks_are_learned_and_nothing_else(make, template
 @pytest.mark.parametrize("template", [CHATML, GENERATION])
 def test_the_last_turn_alone_and_a_turns_own_word(make, template):
     tokenizer = make(template)
-    assert taught(tokenizer, *encode(tokenizer, train_on="last")) == ANSWERS[1:]
+    assert taught(tokenizer, *encode(tokenizer, train_on="last-assistant")) == ANSWERS[1:]
     own = Conversation((*CHAT.messages[:2], Message("assistant", "It is 2.", supervised=False), *CHAT.messages[3:]))
     assert taught(tokenizer, *encode(tokenizer, own)) == ANSWERS[1:]
     silent = Conversation((*CHAT.messages[:2], Message("assistant", ""), *CHAT.messages[3:]))
@@ -122,8 +122,8 @@ def test_a_silent_turn_may_leave_no_mark_in_a_generation_block(make):
 def test_runs_of_targets_that_do_not_fit_the_turns_are_refused(make):
     unmarked = "{% if m['role'] == 'assistant' and not loop.first and loop.last %}"
     tokenizer = make(GENERATION.replace("{% if m['role'] == 'assistant' %}", unmarked))  # marks the last turn alone
-    with pytest.raises(SampleError, match="2 assistant turns, but 1 runs of targets"):
-        encode(tokenizer, train_on="last")
+    with pytest.raises(SampleError, match="2 assistant turns, but 1 generation blocks"):
+        encode(tokenizer, train_on="last-assistant")
 
 
 def test_only_the_assistant_is_ever_learned():
@@ -185,14 +185,16 @@ def test_templates_without_a_plain_generation_prompt(make, template, expected):
 
 def test_a_start_that_cannot_be_told_is_refused(make):
     chat = Conversation((Message("user", "x"), Message("assistant", "assistant")))
+    tokenizer = make(HEADER_ALWAYS)  # another text in its place tells it from the header of the same word
+    assert taught(tokenizer, *encode(tokenizer, chat)) == ["assistant<|im_end|>"]
     with pytest.raises(SampleError) as caught:
-        encode(make(HEADER_ALWAYS), chat)
+        encode(make(HEADER_ALWAYS.replace("m['content']", "m['content'] | upper")), chat)
     assert caught.value.reason == "template_span_unclear"
 
 
 @pytest.mark.parametrize(("template", "says"), [(NOTHING_MARKED, "no token"), (ALL_MARKED, "every token")])
 def test_a_template_that_marks_nothing_or_everything_is_refused(make, template, says):
-    for train_on in ("assistant", "last"):
+    for train_on in ("all-assistant", "last-assistant"):
         with pytest.raises(SampleError, match=says) as caught:
             encode(make(template), train_on=train_on)
         assert caught.value.reason == "template_marks_wrong"
@@ -237,12 +239,25 @@ def test_plain_text_chats(make):
         encode(tokenizer, Conversation((Message("user", "x"), calls)))
 
 
+def test_plain_text_tells_of_tools_and_keeps_calls_that_were_text(make):
+    call = '{"name": "f", "arguments": {"k":  1}}'
+    turns = [("human", "x"), ("function_call", call), ("observation", "5"), ("gpt", "five")]
+    row = {"conversations": [{"from": who, "value": said} for who, said in turns], "tools": '[{"name": "f"}]'}
+    tokenizer = make(None)
+    ids, is_target = encode(tokenizer, convert(Record("a.jsonl", 1, row)))
+    assert tokenizer.decode(ids.tolist()) == (
+        'Tools:\n[{"type": "function", "function": {"name": "f"}}]\n\nUser:\nx\n\n'
+        f"Assistant:\n{call}<|im_end|>\n\nTool:\n5\n\nAssistant:\nfive<|im_end|>"
+    )
+    assert taught(tokenizer, ids, is_target) == [f"{call}<|im_end|>", "five<|im_end|>"]
+
+
 def test_the_log_line_says_which_way_is_used(make):
     lines = [
         choose_chat(tokenizer).describe()
         for tokenizer in (Toy(conversation=print), make(GENERATION), make(CHATML), make(None), Toy())
     ]
-    for line, word in zip(lines, ("SFTTokenizer", "generation blocks", "prefixes", "'User:'", "bare"), strict=True):
+    for line, word in zip(lines, ("SFTTokenizer", "generation blocks", "by rendering", "'User:'", "bare"), strict=True):
         assert word in line
         assert "\n" not in line
 
@@ -252,7 +267,7 @@ def test_an_encoder_with_a_real_tokenizer_pickles(make):
     copy = pickle.loads(pickle.dumps(encoder))
     first, second = encoder.encode(CHAT), copy.encode(CHAT)
     assert not isinstance(first, Dropped)
-    assert first.tokens.tolist() == second.tokens.tolist()
+    assert first[0].tokens.tolist() == second[0].tokens.tolist()
 
 
 class Megatron:
@@ -286,7 +301,7 @@ def test_megatrons_targets_are_taken():
     tokenizer = Toy(conversation=Megatron())
     ids, is_target = encode(tokenizer, TOY_CHAT)
     assert (ids.tolist(), ids[is_target].tolist()) == ([90, 11, 90, 21, 22, 90, 12, 90, 23], [21, 22, 23])
-    ids, is_target = encode(tokenizer, TOY_CHAT, train_on="last")
+    ids, is_target = encode(tokenizer, TOY_CHAT, train_on="last-assistant")
     assert ids[is_target].tolist() == [23]
     with pytest.raises(SampleError, match="SFTTokenizer does not accept"):
         encode(tokenizer, Conversation((TOY_CHAT.messages[1], TOY_CHAT.messages[1])))

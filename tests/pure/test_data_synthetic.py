@@ -4,9 +4,9 @@ import pickle
 import numpy as np
 import pytest
 
-from megatron_packing.data import Encoder, MockSource, survey
+from megatron_packing.data import Encoder, MockSource
 from megatron_packing.errors import ConfigError
-from tests.pure.data_toys import EOS, Toy
+from tests.pure.data_toys import EOS, Toy, surveyed
 
 UNIFORM = {"mode": "distribution", "type": "uniform", "min_seq_len": 3, "max_seq_len": 9}
 LOGNORMAL = {
@@ -82,10 +82,10 @@ def test_a_configuration_may_be_text_or_a_file(tmp_path):
 
 
 def test_mock_rows_take_the_way_of_all_rows():
-    found = survey(mock(None), Encoder(Toy(), 16), limit=50)
+    found = surveyed(mock(None), Encoder(Toy(), 16), limit=50)
     assert (found.samples, found.skipped, found.truncated) == (50, {}, 0)
     assert found.targets == found.tokens
-    cut = survey(mock({"mode": "lengths", "lengths": [20, 5, 1]}), Encoder(Toy(), 16, "truncate"))
+    cut = surveyed(mock({"mode": "lengths", "lengths": [20, 5, 1]}), Encoder(Toy(), 16, "truncate"))
     assert cut.lengths.tolist() == [16, 5, 1]
     assert cut.truncated == 1
 

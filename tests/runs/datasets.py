@@ -25,3 +25,11 @@ class MaskedSteps(VarlenDataset):
         if idx // 8 in (2, 6):
             item["loss_mask"] = torch.zeros_like(item["loss_mask"])
         return item
+
+
+class UnevenRows(VarlenDataset):
+    """A file that not every node has in the same state."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: Any) -> Any:
+        return [np.array([1, 2, 3])] * (5 + torch.distributed.get_rank())

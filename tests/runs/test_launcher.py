@@ -58,12 +58,14 @@ def test_torchrun_with_a_config_file_equals_the_same_flags(runner: Runner, chats
     assert "on CPU, added: --distributed-backend gloo" in finished.stdout
 
 
-def test_help_lists_our_flags_in_one_group() -> None:
+def test_help_lists_our_flags_in_two_groups() -> None:
     finished = _python("-m", "megatron_packing.launch", "--device", "cpu", SCRIPT, "--help")
     assert finished.returncode == 0, finished.stderr[-2000:]
-    (group,) = re.findall(r"^sequence packing \(megatron_packing\):\n(.*?)(?:\n\n|\Z)", finished.stdout, re.S | re.M)
-    for flag in ("--use-varlen-dataset", "--sequence-packing-scheduler", "--packing-overlong", "--packing-dataset"):
-        assert flag in group
+    title = r"^(?:data for )?sequence packing \(megatron_packing\)"
+    data, group = re.findall(rf"{title}:\n(.*?)(?:\n\n|\Z)", finished.stdout, re.S | re.M)
+    for flag in ("--use-varlen-dataset", "--packing-overlong", "--packing-dataset"):
+        assert flag in data
+    assert "--sequence-packing-scheduler" in group
     # Megatron has this one already: ours steps aside.
     assert "--max-seqlen-per-dp-cp-rank" not in group
     assert "--max-seqlen-per-dp-cp-rank" in finished.stdout
@@ -113,6 +115,10 @@ def test_example_dataset_of_a_user(runner: Runner, tmp_path: Path) -> None:
     padded = runner.train(flags, "--varlen-sbhd-validation", data=cards)
     assert [step.targets for step in packed.iterations] == [8 * 4] * 6  # three words and EOS
     assert [step.samples for step in packed.iterations] == [step.samples for step in padded.iterations]
+    for name in ("flashcards", "auto"):  # examples/custom_schema.py says the same of a row
+        schema = f"--use-varlen-dataset --packing-schema custom_schema:{name} --train-iters 6"
+        by_schema = runner.train(schema, "--max-seqlen-per-dp-cp-rank 128", data=cards)
+        assert by_schema.iterations == packed.iterations
     cards.write_text('{"front": "1"}\n')
     refused = runner.attempt(flags, "--seed 8", data=cards)
     assert not refused.ok

@@ -5,6 +5,7 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ FLAGS = (
     "--packing-dataset tests.runs.datasets:GivenIds --max-seqlen-per-dp-cp-rank 16 --seq-length 16 "
     "--max-position-embeddings 16 --global-batch-size 4 --train-iters 6 --lr-decay-iters 6 --use-distributed-optimizer"
 )
+PADDED = FLAGS.replace("--max-seqlen-per-dp-cp-rank 16", "--varlen-sbhd-validation")
 SAVING = "--save-interval 3 --exit-interval 3 --ckpt-format torch_dist"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -42,10 +44,16 @@ def rows_with_empty_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _written(tmp_path_factory.mktemp("resume") / "empty.jsonl", not_learned=range(8, 16))
 
 
-def _written(path: Path, not_learned: range | tuple[()]) -> Path:
+@pytest.fixture(scope="session")
+def ten_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two and a half steps: epochs end within steps."""
+    return _written(tmp_path_factory.mktemp("resume") / "ten.jsonl", not_learned=(), lengths=LENGTHS[:10])
+
+
+def _written(path: Path, not_learned: range | tuple[()], lengths: list[int] = LENGTHS) -> Path:
     rows = [
         {"ids": [(10 * i + k) % 250 for k in range(length + 1)], "learn": i not in not_learned}
-        for i, length in enumerate(LENGTHS)
+        for i, length in enumerate(lengths)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -92,7 +100,7 @@ SAME_LAYOUT = {
     "2 ranks, overlap": ("", "", OVERLAP, 2),
     "from 0 to 2 loader workers": ("", "--num-workers 2", "", 1),
     "from 2 to 0 loader workers": ("--num-workers 2", "", "", 1),
-    "shuffled": ("", "", CYCLIC, 1),
+    "shuffled by Megatron": ("", "", CYCLIC, 1),
 }
 
 
@@ -118,7 +126,7 @@ OTHER_LAYOUT = {
     "from PP 2 to 1 rank": (2, f"{PP2} {ANY_TP_PP}", 1, ANY_TP_PP),
     "from 1 rank to TP 2 with SP": (1, ANY_TP_PP, 2, f"{TP2} --sequence-parallel {ANY_TP_PP}"),
     # With data sharding Megatron shuffles by rank, so that other ranks would draw some samples twice.
-    "shuffled, from 1 rank to 2": (1, CYCLIC, 2, f"{CYCLIC} --no-data-sharding"),
+    "shuffled by Megatron, from 1 rank to 2": (1, CYCLIC, 2, f"{CYCLIC} --no-data-sharding"),
 }
 
 
@@ -149,6 +157,29 @@ def test_resume_from_a_folder_whose_tracker_a_full_disk_emptied(
     tracker.write_text("3")
     second = runner.train(FLAGS, f"--load {folder}", data=rows)
     assert_continued(first, second, runner.train(FLAGS, data=rows))
+
+
+def test_shuffled_epochs_that_end_within_steps(runner: Runner, ten_rows: Path, stop: Stop) -> None:
+    """Each row once an epoch, the same for the reference, for workers, and after a change to DP 2 and CP 2."""
+    shuffle = "--packing-shuffle"
+    whole = runner.train(FLAGS, shuffle, data=ten_rows)
+    assert "an epoch of 10 rows is 2 steps of 4 and 2 rows left" in whole.log
+    drawn = [Counter(step.samples) for step in whole.iterations]
+    assert set((drawn[0] + drawn[1]).values()) == {1}
+    two_epochs = drawn[0] + drawn[1] + drawn[2] + drawn[3] + drawn[4]
+    assert len(two_epochs) == 10
+    assert set(two_epochs.values()) == {2}
+    in_order = runner.train(FLAGS, data=ten_rows)
+    for steps in (whole.iterations, in_order.iterations):
+        assert [step.consumed_samples for step in steps] == [4, 8, 12, 16, 20, 24]
+    assert drawn[0] != Counter(in_order.iterations[0].samples)
+    padded = runner.train(PADDED, shuffle, data=ten_rows)
+    assert_same_but_for_rounding(padded.iterations, whole.iterations)
+    first, folder = stop(f"{shuffle} --num-workers 2", ten_rows)
+    layout = "--context-parallel-size 2 --num-workers 1"
+    second = runner.train(FLAGS, shuffle, layout, f"--load {folder}", data=ten_rows, ranks=4)
+    assert first.iterations == whole.iterations[:3]
+    assert_same_but_for_rounding(second.iterations, whole.iterations[3:])
 
 
 def test_resume_from_an_asynchronous_save(runner: Runner, rows: Path, stop: Stop) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_packing.config import PackingConfig
+from megatron_packing.config import CHAT_FORMATS, OVERLONG_POLICIES, TRAIN_ON, PackingConfig
+from megatron_packing.data import chat, encode
 from megatron_packing.errors import ConfigError
 from megatron_packing.mcore import args as packing_args
 
@@ -59,9 +60,30 @@ def test_defaults_of_a_packed_run(parser: argparse.ArgumentParser) -> None:
     assert not parsed.create_attention_mask_in_dataloader
 
 
+def test_the_flags_of_data_reach_the_settings(parser: argparse.ArgumentParser) -> None:
+    flags = "--packing-train-on last-assistant --packing-schema cards:deck --packing-overlong split"
+    config, _ = _settled(parser, f"{LOCAL} --use-varlen-dataset {flags}")
+    assert (config.train_on, config.schema, config.overlong) == ("last-assistant", "cards:deck", "split")
+    # Two rooms know these names; the data room may not import the settings.
+    assert (OVERLONG_POLICIES, TRAIN_ON) == (encode.OVERLONG, encode.TRAIN_ON)
+    assert ("auto", *chat._WAYS) == CHAT_FORMATS
+
+
 def test_sft_is_taken_over_and_cleared(parser: argparse.ArgumentParser) -> None:
     config, parsed = _settled(parser, f"{LOCAL} --sft --sequence-packing-scheduler dp_balanced")
     assert (config.dataset, config.scheduler, parsed.sft) == ("sft", "dp_balanced", False)
+
+
+def test_megatrons_own_shuffle_is_warned_of(parser: argparse.ArgumentParser) -> None:
+    def warnings(flags: str) -> list[str]:
+        parsed = parser.parse_args(f"{LOCAL} --use-varlen-dataset {flags}".split())
+        return [line for line in packing_args.apply(packing_args.resolve(parsed), parsed) if "WARNING" in line]
+
+    assert warnings("") == warnings("--packing-shuffle") == []
+    (said,) = warnings("--dataloader-type cyclic")
+    assert "come again" in said
+    assert "other data parallelism" in said
+    assert "other data parallelism" not in warnings("--dataloader-type cyclic --no-data-sharding")[0]
 
 
 def test_sft_alone_is_megatrons_own(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +107,7 @@ def test_world_size_gives_data_parallelism(parser: argparse.ArgumentParser, monk
         ),
         (f"{TE} --use-varlen-dataset --packing-attention sdpa", "--packing-attention sdpa with --transformer-impl"),
         (f"{LOCAL} --use-varlen-dataset --packing-attention sdpa --spec a b", "two layer specs"),
+        (f"{LOCAL} --use-varlen-dataset --packing-shuffle --dataloader-type cyclic", "two shuffles"),
         ("--transformer-impl local --use-varlen-dataset", "--seq-length is missing"),
         (
             f"{LOCAL} --use-varlen-dataset --packing-chat-format plain --tokenizer-type NullTokenizer",
