@@ -107,11 +107,11 @@ def solve(counts_U: Int64Array, max_seqs: int) -> Strategy:
             break
         patterns += new
         known.update(new)
-    slots_JD = np.zeros((len(patterns), max_seqs), dtype=np.int64)
-    for row, pattern in zip(slots_JD, patterns, strict=True):
+    slots_JD = np.zeros((len(copies_J), max_seqs), dtype=np.int64)
+    for row, pattern in zip(slots_JD, patterns, strict=False):  # after the last round, new ones are in no program
         row[: len(pattern)] = lengths_R[list(pattern)]
     return Strategy(
-        patterns_JD=slots_JD, copies_J=copies_J * scale, value=value * scale, lower_bound=float(bound * scale)
+        patterns_JD=slots_JD, copies_J=copies_J * scale, value=float(value * scale), lower_bound=float(bound * scale)
     )
 
 

@@ -95,6 +95,14 @@ def test_rooms_far_apart_are_found(lengths: list[int], capacity: int) -> None:
     assert sorted(loads) == by_definition(lengths, capacity)
 
 
+@pytest.mark.parametrize(("longest", "capacity"), [(300, 1000), (6000, 20_000), (100_000, 300_000)])
+def test_many_open_packs_are_told_apart(longest: int, capacity: int) -> None:
+    # Rooms share words of the bitmap, and a word must not be forgotten with one of its rooms.
+    lengths = np.random.default_rng(longest).integers(1, longest, 1200)
+    pack_of, packs = best_fit_decreasing(lengths, capacity)
+    assert sorted(np.bincount(pack_of, weights=lengths, minlength=packs)) == by_definition(lengths.tolist(), capacity)
+
+
 @settings(max_examples=60)
 @given(sets(), st.integers(1, 4))
 def test_a_cap_on_samples_holds_in_best_fit(case: tuple[list[int], int], max_seqs: int) -> None:
@@ -172,12 +180,14 @@ def test_the_programs_bound_is_one(lengths: list[int], capacity: int, max_seqs: 
 
 
 @needs_scipy
-@settings(max_examples=25)
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(12, 16), st.integers(1, 4))
-def test_the_program_reaches_the_optimum_over_all_patterns(lengths: list[int], capacity: int, max_seqs: int) -> None:
+@pytest.mark.parametrize("max_seqs", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_program_reaches_the_optimum_over_all_patterns(seed: int, max_seqs: int) -> None:
     from scipy.optimize import linprog
 
-    counts = np.bincount(lengths, minlength=capacity + 1)
+    capacity = 20
+    rng = np.random.default_rng(seed)
+    counts = np.concatenate([[0], rng.integers(0, 100, capacity) * rng.integers(0, 2, capacity)])
     patterns = [
         np.bincount(chosen, minlength=capacity + 1)[1:]
         for chosen in combinations_with_replacement(range(capacity + 1), max_seqs)
@@ -187,6 +197,20 @@ def test_the_program_reaches_the_optimum_over_all_patterns(lengths: list[int], c
     strategy = depth_capped.solve(counts, max_seqs)
     assert strategy.value == pytest.approx(every.fun, rel=1e-5)
     assert strategy.lower_bound == pytest.approx(strategy.value, rel=1e-5)
+
+
+@needs_scipy
+def test_a_bound_of_a_search_that_is_cut_short_is_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = np.concatenate([[0], np.random.default_rng(0).integers(1, 100, 60)])
+    optimum = depth_capped.solve(counts, 3)
+    monkeypatch.setattr(depth_capped, "_ROUNDS", 1)
+    short = depth_capped.solve(counts, 3)
+    assert short.lower_bound <= optimum.value * (1 + 1e-9) <= short.value * (1 + 1e-6)
+    assert short.lower_bound < short.value * (1 - 1e-4)  # cut short indeed
+    lengths = np.repeat(np.arange(61), counts)
+    pack_of, packs = depth_capped.depth_capped(lengths, 60, 3)
+    assert np.bincount(pack_of, weights=lengths).max() <= 60
+    assert optimum.value <= packs
 
 
 @needs_scipy
