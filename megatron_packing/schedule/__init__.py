@@ -8,6 +8,7 @@ from dataclasses import replace
 from time import perf_counter
 
 from megatron_packing.errors import CapacityError, ConfigError
+from megatron_packing.schedule.balanced import BALANCES, balanced, objective
 from megatron_packing.schedule.cost import CostModel
 from megatron_packing.schedule.dp_balanced import dp_balanced
 from megatron_packing.schedule.first_fit import first_fit
@@ -28,6 +29,7 @@ from megatron_packing.schedule.plan import (
 from megatron_packing.topology import Topology
 
 __all__ = [
+    "BALANCES",
     "SCHEDULERS",
     "CostModel",
     "Metrics",
@@ -46,6 +48,7 @@ __all__ = [
 SCHEDULERS: dict[str, Planner] = {
     "first_fit": first_fit,
     "dp_balanced": dp_balanced,
+    "balanced": balanced,
 }
 """Every planner by name."""
 
@@ -64,6 +67,7 @@ def make_plan(
     max_seqs: int | None = None,
     microbatch_multiple: int = 1,
     cost: CostModel = _ATTENTION_ONLY,
+    balance: str = "auto",
 ) -> Plan:
     """The checked plan of one optimizer step; equal arguments give equal plans on every rank and machine.
 
@@ -75,9 +79,12 @@ def make_plan(
         max_seqs: samples that a pack may hold; None means any number.
         microbatch_multiple: what the number of microbatches must be a multiple of.
         cost: what counts as work, for planners that balance and for the plan's metrics.
+        balance: what planners that balance keep small, of `BALANCES`: the dearest rank's cost over the whole step, or
+            in each microbatch. auto: the latter where ranks meet in every microbatch (PP, EP, FSDP).
 
     Raises:
-        ConfigError: an unknown scheduler, a size below 1, or a capacity that is no multiple of the alignment.
+        ConfigError: an unknown scheduler or balance, a size below 1, or a capacity that is no multiple of the
+            alignment.
         CapacityError: a sample that fits in no pack, or a pack that could outgrow int32 boundaries.
         PackingError: lengths that are not integers of at least 1, or a planner that made a wrong plan.
     """
@@ -87,6 +94,7 @@ def make_plan(
     if max_seqs is not None:
         _check_sizes(max_seqs=max_seqs)
     topology.check_capacity(max_tokens_per_rank)
+    objective(balance, topology)  # refuses an unknown one whatever the scheduler
     lengths = as_lengths(lengths)
     _check_fit(lengths, topology, max_tokens_per_rank)
     padded = -(-lengths // topology.alignment) * topology.alignment
@@ -99,6 +107,7 @@ def make_plan(
         max_seqs=max_seqs,
         microbatch_multiple=microbatch_multiple,
         cost=cost,
+        balance=balance,
     )
     plan = build_plan(SCHEDULERS[scheduler](problem), problem, scheduler)
     check_plan(plan, lengths, max_seqs, microbatch_multiple)

@@ -135,6 +135,8 @@ class Problem:
     microbatch_multiple: int
     """The number of microbatches must be a multiple of this (interleaved pipelines ask for it)."""
     cost: CostModel
+    balance: str
+    """What planners that balance keep small: `step`, `lockstep`, or `auto`, which the topology decides."""
 
     @property
     def pack_multiple(self) -> int:
