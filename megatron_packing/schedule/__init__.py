@@ -1,14 +1,17 @@
 """Which rank runs which sample, and when? A pure function of lengths and topology, the same on every rank.
 
 `make_plan` takes 10 to 25 ms for 5,000 samples. Nothing here imports torch or Megatron, so a plan can be made and
-looked at anywhere. To add a planner, write a function from `Problem` to packs and name it in `SCHEDULERS`.
+looked at anywhere. To add a planner, write a function from `Problem` to packs and name it in `SCHEDULERS`; if it has
+compiled loops (`jit.py`), import them on use and name in `_WARM_UPS` what compiles them.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 
 from megatron_packing.errors import CapacityError, ConfigError
 from megatron_packing.schedule.balanced import BALANCES, balanced, objective
+from megatron_packing.schedule.balanced import warm_up as _warm_up_balanced
 from megatron_packing.schedule.cost import CostModel
 from megatron_packing.schedule.dp_balanced import dp_balanced
 from megatron_packing.schedule.first_fit import first_fit
@@ -43,6 +46,7 @@ __all__ = [
     "even_counts",
     "make_plan",
     "mean_metrics",
+    "warm_up",
 ]
 
 SCHEDULERS: dict[str, Planner] = {
@@ -51,6 +55,9 @@ SCHEDULERS: dict[str, Planner] = {
     "balanced": balanced,
 }
 """Every planner by name."""
+
+_WARM_UPS: dict[str, Callable[[], None]] = {"balanced": _warm_up_balanced}
+"""Planners with compiled loops, and what compiles them."""
 
 # Sequence boundaries are int32 from Megatron-Core down to the attention kernels.
 _BOUNDARY_LIMIT = 2**31
@@ -112,6 +119,12 @@ def make_plan(
     plan = build_plan(SCHEDULERS[scheduler](problem), problem, scheduler)
     check_plan(plan, lengths, max_seqs, microbatch_multiple)
     return replace(plan, plan_ms=(perf_counter() - started) * 1e3)
+
+
+def warm_up(scheduler: str) -> None:
+    """Do at start-up what `make_plan` would otherwise do in the first step: compile or load a planner's loops."""
+    if scheduler in _WARM_UPS:
+        _WARM_UPS[scheduler]()
 
 
 def check_scheduler(name: str) -> None:

@@ -4,9 +4,9 @@ Attention makes a long sample dearer than many short ones of as many tokens, so 
 equally slow. What a step takes depends on when ranks meet:
 
 step       once, after their last microbatch (dense data parallelism): the dearest rank's cost over the step
-lockstep   in every microbatch (experts, sharded parameters; pipelines nearly): the dearest rank's cost, over microbatches
+lockstep   in every microbatch (experts, sharded parameters; pipelines nearly): the dearest rank's cost in each, summed
 
-The best of one is never the best of the other, so `Problem.balance` chooses. Both keep to the fewest microbatches in
+The best of one is seldom the best of the other, so `Problem.balance` chooses. Both keep to the fewest microbatches in
 which the samples fit, and both start from `lockstep.fill_rows`, swept over how strict it is; `step` goes on with
 `step.share_out` and trades samples between ranks. The lower bounds say when to stop.
 
@@ -17,6 +17,7 @@ sum is rounded, so that every rank and machine makes the same plan.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -65,18 +66,25 @@ def balanced(problem: Problem) -> list[list[int]]:
     """
     if not len(problem.padded):
         return [[] for _ in range(problem.pack_multiple)]
-    samples = _Samples.of(problem)
-    for microbatches in _microbatch_counts(problem):
-        step = _Step(samples=samples, microbatches=microbatches)
-        row_bins = step.lockstep_bins()
-        if row_bins is not None:
-            break
+    step, bin_of = _fewest_microbatches(problem)
+    bin_of = step.in_rows(bin_of)
     if objective(problem.balance, problem.topology) == "step":
-        bin_of = step.step_bins(row_bins)
-    else:
-        bin_of = step.in_rows(row_bins)
+        bin_of = step.step_bins(bin_of)
     packs = step.packs(bin_of)
     return packs if problem.topology.pp == 1 else cheap_at_both_ends(packs, problem.topology.dp)
+
+
+def warm_up() -> None:
+    """Compile what `balanced` needs, or load it: 15 s the first time on a machine, then about 1 s a process."""
+    from megatron_packing.schedule import lockstep, step
+
+    one = np.ones(1, dtype=np.int64)
+    bin_of, _, _ = lockstep.fill_rows(one, one, 1, 1, 1, 1, 1.0, 1.0, True)
+    lockstep.best_fit(one, 1, 1, 1)
+    lockstep.search_fit(one, 1, 1, 1, 1)
+    rank_of = step.share_out(one, one, 1, 1, 1)
+    step.fill_ranks(one, one, rank_of, 1, 1, 1, 1)
+    step.trade(one, one, bin_of, 1, 1, 1, 1, 0, 1)
 
 
 def cheap_at_both_ends(packs: list[list[int]], dp: int) -> list[list[int]]:
@@ -90,12 +98,17 @@ def cheap_at_both_ends(packs: list[list[int]], dp: int) -> list[list[int]]:
     return [pack for row in cheapest_first[::2] + cheapest_first[1::2][::-1] for pack in row]
 
 
-def _microbatch_counts(problem: Problem) -> Iterator[int]:
-    """Numbers of microbatches to try, fewest first. With a microbatch a sample there is always a way."""
-    multiple = problem.microbatch_multiple
+def _fewest_microbatches(problem: Problem) -> tuple["_Step", Int64Array]:
+    """The step with the fewest microbatches in which a way was found to fit the samples, and that way: their bins."""
+    samples = _Samples.of(problem)
     packs = packs_lower_bound(problem.padded, problem.capacity, problem.max_seqs)
-    least = -(-packs // problem.pack_multiple) * multiple
-    yield from range(max(multiple, least), len(problem.padded) + 2 * multiple, multiple)
+    microbatches = max(1, -(-packs // problem.pack_multiple)) * problem.microbatch_multiple
+    while True:  # ends: with a bin for each sample there is a way
+        step = _Step(samples=samples, microbatches=microbatches)
+        bin_of = step.lockstep_bins()
+        if bin_of is not None:
+            return step, bin_of
+        microbatches += problem.microbatch_multiple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -151,32 +164,30 @@ class _Step:
                 return bin_of
         return None
 
-    def step_bins(self, row_bins: Int64Array) -> Int64Array:
+    def step_bins(self, in_rows: Int64Array) -> Int64Array:
         """The bin of each sample, in rows, with the least step cost that was found.
 
         Args:
-            row_bins: some way in which they fit. Kept if it is good enough.
+            in_rows: some way in which they fit, in rows. Kept if it is good enough.
         """
+        goal = self._goal(self._step_bound())
+        dearest = int(self._rank_costs(in_rows).max())
+        if dearest <= goal:
+            return in_rows
         from megatron_packing.schedule import step
 
         samples, bins = self.samples, self.microbatches
-        goal = self._goal(self._step_bound())
-        in_rows = self.in_rows(row_bins)
-        if self._rank_costs(in_rows).max() <= goal:
-            return in_rows
         tokens_N, costs_N, room = samples.tokens_N, samples.costs_N, (bins, samples.capacity, samples.most)
         rank_of = step.share_out(tokens_N, costs_N, samples.ranks, bins * samples.capacity, goal)
         shared = step.fill_ranks(tokens_N, costs_N, rank_of, samples.ranks, *room)
         by_rank = in_rows % samples.ranks * bins + in_rows // samples.ranks
-        starts = [start for start in (shared, by_rank) if start.min() >= 0]
-        results = []
-        for bin_of in starts:
-            dearest = step.trade(tokens_N, costs_N, bin_of, samples.ranks, *room, goal, _TRADE_TRIES)
-            results.append((dearest, len(results), bin_of))
-            if dearest <= goal:
-                break
-        _, _, best = min(results)
-        return best % bins * samples.ranks + best // bins
+        best = by_rank
+        for start in (shared, by_rank.copy()):
+            if dearest > goal and start.min() >= 0:
+                cost = step.trade(tokens_N, costs_N, start, samples.ranks, *room, goal, _TRADE_TRIES)
+                if cost < dearest:
+                    dearest, best = cost, start
+        return self._dearest_first(best % bins * samples.ranks + best // bins)
 
     def in_rows(self, bin_of: Int64Array) -> Int64Array:
         """The same bins, numbered anew: rows from the dearest to the cheapest, and in each row the dearest bin on the
@@ -194,35 +205,50 @@ class _Step:
             paid_R[cheapest_R] += costs_B[bins_R]
         return new[bin_of]
 
+    def _dearest_first(self, bin_of: Int64Array) -> Int64Array:
+        """The same bins on the same ranks, each rank's own from the dearest to the cheapest; none empty."""
+        ranks = self.samples.ranks
+        bin_of = self._none_empty(bin_of)
+        costs_MR = self._bin_costs(bin_of).reshape(self.microbatches, ranks)
+        order_MR = np.argsort(-costs_MR, axis=0, kind="stable")
+        new_MR = np.empty_like(order_MR)
+        np.put_along_axis(new_MR, order_MR, np.arange(self.microbatches)[:, None], axis=0)
+        return (new_MR * ranks + np.arange(ranks)).reshape(-1)[bin_of]
+
     def packs(self, bin_of: Int64Array) -> list[list[int]]:
         """Sample ids of each bin in ascending order."""
         order = np.lexsort((self.samples.ids_N, bin_of))
-        edges = np.searchsorted(bin_of[order], np.arange(1, self.samples.ranks * self.microbatches))
-        return [ids.tolist() for ids in np.split(self.samples.ids_N[order], edges)]
+        ids = self.samples.ids_N[order].tolist()
+        bins = self.samples.ranks * self.microbatches
+        edges = np.searchsorted(bin_of[order], np.arange(bins + 1)).tolist()
+        return [ids[start:end] for start, end in pairwise(edges)]
 
     def _none_empty(self, bin_of: Int64Array) -> Int64Array:
-        """Each empty bin gets the shortest sample that shares a bin, as long as there is one."""
-        counts_B = np.bincount(bin_of, minlength=self.samples.ranks * self.microbatches)
-        empty = np.flatnonzero(counts_B == 0)
-        if not empty.size:
-            return bin_of
-        bin_of, shortest = bin_of.copy(), len(bin_of) - 1
-        for b in empty:
-            while shortest >= 0 and counts_B[bin_of[shortest]] < 2:
-                shortest -= 1
-            if shortest < 0:
+        """Each empty bin gets the shortest sample that shares a bin, if there is one: on its own rank or else anywhere.
+
+        Every rank has then something to learn from in every microbatch.
+        """
+        ranks, bin_of = self.samples.ranks, bin_of.copy()
+        counts_B = np.bincount(bin_of, minlength=ranks * self.microbatches)
+        for b in np.flatnonzero(counts_B == 0):
+            to_spare = np.flatnonzero(counts_B[bin_of] > 1)
+            if not to_spare.size:
                 break
-            counts_B[bin_of[shortest]] -= 1
-            bin_of[shortest] = b
-            shortest -= 1
+            at_home = to_spare[bin_of[to_spare] % ranks == b % ranks]
+            sample = (at_home if at_home.size else to_spare)[-1]
+            counts_B[bin_of[sample]] -= 1
+            counts_B[b] = 1
+            bin_of[sample] = b
         return bin_of
 
     def _bin_costs(self, bin_of: Int64Array) -> Int64Array:
-        weights = self.samples.costs_N.astype(np.float64)  # exact: their sum is below 2**53
-        return np.bincount(bin_of, weights, self.samples.ranks * self.microbatches).astype(np.int64)
+        costs_B = np.zeros(self.samples.ranks * self.microbatches, dtype=np.int64)
+        np.add.at(costs_B, bin_of, self.samples.costs_N)
+        return costs_B
 
     def _rank_costs(self, bin_of: Int64Array) -> Int64Array:
-        return self._bin_costs(bin_of).reshape(self.microbatches, self.samples.ranks).sum(axis=0)
+        costs_R: Int64Array = self._bin_costs(bin_of).reshape(self.microbatches, self.samples.ranks).sum(axis=0)
+        return costs_R
 
     def _lockstep_bound(self) -> float:
         samples = self.samples
@@ -232,6 +258,7 @@ class _Step:
             dp=samples.ranks,
             capacity=samples.capacity,
             max_seqs=samples.most,
+            num_microbatches=self.microbatches,
         )
 
     def _step_bound(self) -> float:
@@ -245,7 +272,7 @@ class _Step:
         )
 
     def _goal(self, imbalance: float) -> int:
-        """The cost at which to stop looking. Coarse, so that the last bit of a bound's float arithmetic is not in it."""
+        """The cost at which to stop looking; coarse, so that the last bit of a bound's arithmetic shows in no plan."""
         rounded = math.ceil(imbalance * (1 + _GOOD_ENOUGH) * 2**20) / 2**20
         return int(rounded * (int(self.samples.costs_N.sum()) // self.samples.ranks))
 
@@ -260,10 +287,18 @@ class _Sweep:
     """By (place in _LOOSENESS, place in _RICHNESS, cheapest): the sum over rows of the dearest bin; -1: no fit."""
     _best: tuple[int, Int64Array] | None = None
     _best_key: tuple[int, int, bool] = (0, 0, True)
+    _loose: bool = True
+    """Whether the looseness tried last made a difference."""
 
     def best(self) -> Int64Array | None:
         """The bin of each sample, or None if none of the constructions found them all a place."""
-        for attempts in (self._by_looseness, self._by_richness, self._other_policy, self._neighbours, self._by_richness):
+        for attempts in (
+            self._by_looseness,
+            self._by_richness,
+            self._other_policy,
+            self._neighbours,
+            self._by_richness,
+        ):
             for key in attempts():
                 if self._done():
                     break
@@ -276,7 +311,8 @@ class _Sweep:
         return len(self._results) >= limit or (self._best is not None and self._best[0] <= self.good_enough)
 
     def _by_looseness(self) -> Iterator[tuple[int, int, bool]]:
-        return ((place, 0, True) for place in range(len(_LOOSENESS)))
+        # From the loosest on; once it makes no difference, stricter ones make none either.
+        return ((place, 0, True) for place in range(len(_LOOSENESS)) if self._loose)
 
     def _by_richness(self) -> Iterator[tuple[int, int, bool]]:
         loose, _, cheapest = self._best_key
@@ -296,7 +332,7 @@ class _Sweep:
         from megatron_packing.schedule import lockstep
 
         samples = self.step.samples
-        bin_of, cost, _ = lockstep.fill_rows(
+        bin_of, cost, self._loose = lockstep.fill_rows(
             samples.tokens_N,
             samples.costs_N,
             self.step.microbatches,

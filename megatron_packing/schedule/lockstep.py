@@ -48,8 +48,8 @@ def fill_rows(
 
     Returns:
         The bin of each sample, shape [N]; the sum over rows of the dearest bin once bins are sorted into rows by cost;
-        and whether any ceiling followed from `looseness` (if not, larger ones give the same). -1 for samples that found
-        no place; the sum is then -1, too.
+        and whether any ceiling followed from `looseness` (if not, a smaller one gives the same). -1 for samples that
+        found no place; the sum is then -1, too.
     """
     room, paid, seats = np.full(rows * ranks, capacity), np.zeros(rows * ranks, np.int64), np.full(rows * ranks, most)
     bin_of = np.full(len(tokens), -1)

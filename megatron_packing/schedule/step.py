@@ -1,11 +1,11 @@
 """How do samples go to ranks so that the dearest rank costs little, whatever its microbatches are?
 
-Two constructions' worth of work: give each rank a fair share of both tokens and cost (`share_out`), put a rank's samples in
-its own bins (`fill_ranks`), then trade samples between the dearest rank and the others (`trade`).
+Each rank gets a fair share of both tokens and cost (`share_out`), a rank's samples go in its own bins (`fill_ranks`),
+and then the dearest rank trades samples with the others (`trade`).
 
 A rank that holds a very long sample has spent its cost on few tokens; it must still carry its share of the tokens, with
-short samples only. So the ranks are filled one after the other, each with the longest samples left and then with a window
-of neighbours in the sorted order, as long as its tokens ask for and as dear as its cost allows.
+short samples only. So the ranks are filled one after the other, each with the longest samples left and then with a
+window of neighbours in the sorted order, as long as its tokens ask for and as dear as its cost allows.
 
 Legend: N samples, longest first; R ranks, each with its own M bins: bin b is rank b // M's. Tokens and costs are int64
 with exact sums.
@@ -191,7 +191,7 @@ def trade(
                         paid[b // bins] -= sign * costs[sample]
         if not traded:
             break
-    return paid.max()
+    return int(paid.max())
 
 
 @compiled
