@@ -22,7 +22,7 @@ from megatron_packing.errors import PackingError
 from megatron_packing.mcore import peers
 from megatron_packing.mcore.lost import Lost, LostInStep, LostRows
 from megatron_packing.mcore.watch import ReadLimit
-from megatron_packing.schedule import Pack, Plan, make_plan
+from megatron_packing.schedule import ATTENTION_ONLY, CostModel, Pack, Plan, make_plan
 from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, dummy_pack
 
 type Units = tuple[tuple[int, ...], ...]
@@ -73,6 +73,7 @@ class StepPacker:
         siblings: the data-parallel group with context parallelism, whose ranks must all draw and plan the same;
             None where CP is 1.
         microbatch_multiple: what the number of microbatches must be a multiple of (interleaved pipelines).
+        cost: what counts as work; the same on every rank.
     """
 
     def __init__(
@@ -83,8 +84,10 @@ class StepPacker:
         device: torch.device | str,
         siblings: dist.ProcessGroup | None = None,
         microbatch_multiple: int = 1,
+        cost: CostModel = ATTENTION_ONLY,
     ) -> None:
         self._config = config
+        self._cost = cost
         self._siblings = siblings
         self._microbatch_multiple = microbatch_multiple
         self._limit = ReadLimit(config.data_timeout)
@@ -161,6 +164,8 @@ class StepPacker:
                 max_tokens_per_rank=self._config.max_tokens_per_rank,
                 max_seqs=None if self._config.max_seqs is None else self._config.max_seqs // most,
                 microbatch_multiple=self._microbatch_multiple,
+                cost=self._cost,
+                balance=self._config.balance,
             )
         except Exception as error:  # a planner of the user's own included
             failure = _as_raised(error)

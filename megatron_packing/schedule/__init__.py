@@ -12,7 +12,7 @@ from time import perf_counter
 from megatron_packing.errors import CapacityError, ConfigError
 from megatron_packing.schedule.balanced import BALANCES, balanced, objective
 from megatron_packing.schedule.balanced import warm_up as _warm_up_balanced
-from megatron_packing.schedule.cost import CostModel
+from megatron_packing.schedule.cost import CostModel, LatentAttention, TransformerShape
 from megatron_packing.schedule.dp_balanced import dp_balanced
 from megatron_packing.schedule.first_fit import first_fit
 from megatron_packing.schedule.metrics import Metrics, mean_metrics
@@ -32,20 +32,24 @@ from megatron_packing.schedule.plan import (
 from megatron_packing.topology import Topology
 
 __all__ = [
+    "ATTENTION_ONLY",
     "BALANCES",
     "SCHEDULERS",
     "CostModel",
+    "LatentAttention",
     "Metrics",
     "Microbatch",
     "Pack",
     "Plan",
     "Planner",
     "Problem",
+    "TransformerShape",
     "check_plan",
     "check_scheduler",
     "even_counts",
     "make_plan",
     "mean_metrics",
+    "objective",
     "warm_up",
 ]
 
@@ -63,7 +67,8 @@ _WARM_UPS: dict[str, Callable[[], None]] = {"balanced": _warm_up_balanced}
 _BOUNDARY_LIMIT = 2**31
 
 _ONE_RANK = Topology()
-_ATTENTION_ONLY = CostModel(linear=0, quadratic=1)
+ATTENTION_ONLY = CostModel(linear=0, quadratic=1)
+"""What counts as work where nothing is known of the model."""
 
 
 def make_plan(
@@ -73,7 +78,7 @@ def make_plan(
     max_tokens_per_rank: int = 4096,
     max_seqs: int | None = None,
     microbatch_multiple: int = 1,
-    cost: CostModel = _ATTENTION_ONLY,
+    cost: CostModel = ATTENTION_ONLY,
     balance: str = "auto",
 ) -> Plan:
     """The checked plan of one optimizer step; equal arguments give equal plans on every rank and machine.
