@@ -39,8 +39,13 @@ _GOOD_ENOUGH = 5e-4
 """Over a lower bound: where to stop looking."""
 _SWEEP_WORK = 4_000_000
 """Samples x ranks that a sweep may look at, about 10 ms: large steps get fewer constructions."""
+_FIT_WORK = 20_000_000
+"""Bins squared times placings that the search for a way into the fewest microbatches may take, about 20 ms; rarely
+needed at all."""
 _FIT_TRIES = 20_000
-"""Placings that the search for a way into the fewest microbatches may take, about 10 ms; rarely needed at all."""
+"""Placings that it may take where bins are few."""
+_SHARE_WORK = 20_000_000
+"""Samples x bins up to which samples are shared out and traded. With more, the rows alone level the ranks."""
 _TRADE_TRIES = 1_000_000
 """Pairs of samples that trading may look at, about 2 ms."""
 _COST_BITS = 46
@@ -80,7 +85,6 @@ def warm_up() -> None:
 
     one = np.ones(1, dtype=np.int64)
     bin_of, _, _ = lockstep.fill_rows(one, one, 1, 1, 1, 1, 1.0, 1.0, True)
-    lockstep.best_fit(one, 1, 1, 1)
     lockstep.search_fit(one, 1, 1, 1, 1)
     rank_of = step.share_out(one, one, 1, 1, 1)
     step.fill_ranks(one, one, rank_of, 1, 1, 1, 1)
@@ -158,11 +162,9 @@ class _Step:
 
         samples = self.samples
         bins = samples.ranks * self.microbatches
-        ways = (samples.tokens_N, bins, samples.capacity, samples.most)
-        for bin_of in (lockstep.best_fit(*ways), lockstep.search_fit(*ways, _FIT_TRIES)):
-            if bin_of[-1] >= 0:
-                return bin_of
-        return None
+        tries = min(_FIT_TRIES, _FIT_WORK // bins**2)
+        bin_of = lockstep.search_fit(samples.tokens_N, bins, samples.capacity, samples.most, tries)
+        return None if bin_of[-1] < 0 else bin_of
 
     def step_bins(self, in_rows: Int64Array) -> Int64Array:
         """The bin of each sample, in rows, with the least step cost that was found.
@@ -172,7 +174,7 @@ class _Step:
         """
         goal = self._goal(self._step_bound())
         dearest = int(self._rank_costs(in_rows).max())
-        if dearest <= goal:
+        if dearest <= goal or len(in_rows) * self.microbatches * self.samples.ranks > _SHARE_WORK:
             return in_rows
         from megatron_packing.schedule import step
 

@@ -175,7 +175,7 @@ def trade(
                 break
             members, edges = _members(bin_of, ranks * bins)
             gives, gets, also, away, looked_at = _best_trade(
-                tokens, costs, members, edges, dearest * bins, rank * bins, bins, room, seats, gap
+                tokens, costs, members, edges, dearest * bins, rank * bins, bins, room, seats, gap, tries
             )
             tries -= looked_at
             if gives < 0:
@@ -220,8 +220,10 @@ def _best_trade(
     room: Int64Array,
     seats: Int64Array,
     gap: int,
+    tries: int,
 ) -> tuple[int, int, int, int, int]:
-    """The trade after which the dearer of two ranks is cheapest. `gap` is what one costs more now.
+    """The trade after which the dearer of two ranks is cheapest, of about the first `tries` pairs. `gap` is what one
+    rank costs more than the other now.
 
     Returns:
         The sample to give, those to get for it (-1: none), the bin to give it to, and how many pairs were looked at.
@@ -231,6 +233,8 @@ def _best_trade(
     for home in range(first_here, first_here + bins):
         for x in range(edges[home], edges[home + 1]):
             i = members[x]
+            if looked_at >= tries:
+                break
             for b in range(first_there, first_there + bins):
                 after = max(gap - costs[i], costs[i])
                 if after < best and seats[b] and tokens[i] <= room[b] and edges[home + 1] - edges[home] > 1:

@@ -278,7 +278,7 @@ def test_after_warming_up_no_step_waits_for_the_compiler() -> None:
     from megatron_packing.schedule import lockstep, step
 
     warm_up("balanced")
-    loops = [lockstep.fill_rows, lockstep.best_fit, lockstep.search_fit, step.share_out, step.fill_ranks, step.trade]
+    loops = [lockstep.fill_rows, lockstep.search_fit, step.share_out, step.fill_ranks, step.trade]
     assert [len(loop.signatures) for loop in loops] == [1] * len(loops)  # type: ignore[attr-defined]
     for balance in ("step", "lockstep"):
         make_plan(long_tailed(1), "balanced", Topology(dp=4), 8192, balance=balance)

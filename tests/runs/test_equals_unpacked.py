@@ -27,6 +27,7 @@ CASES = {
     "rope interpolation": ("", "--rotary-seq-len-interpolation-factor 4", 1),
     "half of the head rotated": ("", "--rotary-percent 0.5", 1),
     "DP 2": ("", "", 2),
+    "DP 2, balanced": ("--sequence-packing-scheduler balanced", "", 2),
     "DP 2, distributed optimizer, overlap": (
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         "",

@@ -63,7 +63,7 @@ def megatrons_count(config: TransformerConfig, tokens: int) -> float:
     ids=["dense", "gqa-swiglu", "wide-heads", "shared-experts", "mixed", "every-third", "mla", "mla-plain-queries"],
 )
 def test_flops_are_megatrons_own(config: TransformerConfig, more: int) -> None:
-    """`more` weights a token than Megatron counts: we count the experts' router, and no norms of compressed features."""
+    """`more` weights a token than Megatron counts: it leaves out routers, and counts norms of compressed features."""
     cost = cost_of_model(config, VOCABULARY)
     for tokens in (100, 1000):
         # Megatron takes half of s * s pairs for a causal mask; ours are the s * (s + 1) / 2 that there are.
