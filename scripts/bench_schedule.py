@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """How alike in work are the ranks of a plan, how near the bounds is that, and how long does planning take?
 
-Plans consecutive steps of seeded workloads with each scheduler, and with lightbinpack where it is installed (pip install
-megatron-packing[bench]; it compiles C++). Imbalances are means over steps, the busiest rank over the mean rank, 1.0 is
-perfect; times are medians of a whole `make_plan`, wall and CPU. Then it checks `balanced` against what must hold and ends
-with status 1 if anything does not; times are only checked with --check-times, on a machine that does nothing else.
+Plans consecutive steps of seeded workloads with each scheduler, and with lightbinpack where it is installed (pip
+install megatron-packing[bench]; it compiles C++). Imbalances are means over steps, the busiest rank over the mean rank,
+1.0 is perfect; times are medians of a whole `make_plan`, wall and CPU. Then it checks `balanced` against what must hold
+and ends with status 1 if anything does not; times are only checked with --check-times, on a machine that does nothing
+else.
 
     python scripts/bench_schedule.py [--steps 20] [--seeds 1 2] [--sizes 8x512 32x2048 128x4096] [--check-times]
 """
