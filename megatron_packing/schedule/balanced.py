@@ -15,7 +15,7 @@ sum is rounded, so that every rank and machine makes the same plan.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -37,8 +37,8 @@ _LOOSENESS = (1e9, 4.0, 2.5, 2.0, 1.8, 1.6, 1.4, 1.2, 1.1, 1.05, 1.02, 1.0)
 _RICHNESS = (1e9, 3.0, 2.0, 1.5)
 _GOOD_ENOUGH = 5e-4
 """Over a lower bound: where to stop looking."""
-_SWEEP_WORK = 4_000_000
-"""Samples x ranks that a sweep may look at, about 10 ms: large steps get fewer constructions."""
+_SWEEP_WORK = 1_000_000
+"""Samples x ranks that a sweep may look at, about 4 ms: large steps get fewer constructions, but all loosenesses."""
 _FIT_WORK = 20_000_000
 """Bins squared times placings that the search for a way into the fewest microbatches may take, about 20 ms; rarely
 needed at all."""
@@ -71,9 +71,10 @@ def balanced(problem: Problem) -> list[list[int]]:
     """
     if not len(problem.padded):
         return [[] for _ in range(problem.pack_multiple)]
-    step, bin_of = _fewest_microbatches(problem)
+    lockstep = objective(problem.balance, problem.topology) == "lockstep"
+    step, bin_of = _fewest_microbatches(problem, thoroughly=lockstep)
     bin_of = step.in_rows(bin_of)
-    if objective(problem.balance, problem.topology) == "step":
+    if not lockstep:
         bin_of = step.step_bins(bin_of)
     packs = step.packs(bin_of)
     return packs if problem.topology.pp == 1 else cheap_at_both_ends(packs, problem.topology.dp)
@@ -102,14 +103,18 @@ def cheap_at_both_ends(packs: list[list[int]], dp: int) -> list[list[int]]:
     return [pack for row in cheapest_first[::2] + cheapest_first[1::2][::-1] for pack in row]
 
 
-def _fewest_microbatches(problem: Problem) -> tuple["_Step", Int64Array]:
-    """The step with the fewest microbatches in which a way was found to fit the samples, and that way: their bins."""
+def _fewest_microbatches(problem: Problem, *, thoroughly: bool) -> tuple["_Step", Int64Array]:
+    """The step with the fewest microbatches in which a way was found to fit the samples, and that way: their bins.
+
+    Args:
+        thoroughly: whether the way must be as good as can be, or is only where `step_bins` starts.
+    """
     samples = _Samples.of(problem)
     packs = packs_lower_bound(problem.padded, problem.capacity, problem.max_seqs)
     microbatches = max(1, -(-packs // problem.pack_multiple)) * problem.microbatch_multiple
     while True:  # ends: with a bin for each sample there is a way
         step = _Step(samples=samples, microbatches=microbatches)
-        bin_of = step.lockstep_bins()
+        bin_of = step.lockstep_bins(thoroughly=thoroughly)
         if bin_of is not None:
             return step, bin_of
         microbatches += problem.microbatch_multiple
@@ -153,9 +158,9 @@ class _Step:
     samples: _Samples
     microbatches: int
 
-    def lockstep_bins(self) -> Int64Array | None:
+    def lockstep_bins(self, *, thoroughly: bool) -> Int64Array | None:
         """The bin of each sample, with the least lockstep cost that was found; None if they do not fit."""
-        found = _Sweep(step=self, good_enough=self._goal(self._lockstep_bound())).best()
+        found = _Sweep(step=self, good_enough=self._goal(self._lockstep_bound())).best(thoroughly=thoroughly)
         if found is not None:
             return found
         from megatron_packing.schedule import lockstep
@@ -292,15 +297,24 @@ class _Sweep:
     _loose: bool = True
     """Whether the looseness tried last made a difference."""
 
-    def best(self) -> Int64Array | None:
-        """The bin of each sample, or None if none of the constructions found them all a place."""
-        for attempts in (
-            self._by_looseness,
+    def best(self, *, thoroughly: bool) -> Int64Array | None:
+        """The bin of each sample, or None if none of the constructions found them all a place.
+
+        Args:
+            thoroughly: whether to go on once a few loosenesses have found a way.
+        """
+        few, all_of_them = range(0, len(_LOOSENESS), 3), range(len(_LOOSENESS))
+        stages: list[Callable[[], Iterator[tuple[int, int, bool]]]] = [
+            lambda: self._by_looseness(all_of_them if thoroughly else few),
+            lambda: self._by_looseness(all_of_them),
             self._by_richness,
             self._other_policy,
             self._neighbours,
             self._by_richness,
-        ):
+        ]
+        for attempts in stages:
+            if self._best is not None and not thoroughly:
+                break
             for key in attempts():
                 if self._done():
                     break
@@ -312,9 +326,9 @@ class _Sweep:
         limit = max(len(_LOOSENESS), _SWEEP_WORK // (len(samples.tokens_N) * samples.ranks))
         return len(self._results) >= limit or (self._best is not None and self._best[0] <= self.good_enough)
 
-    def _by_looseness(self) -> Iterator[tuple[int, int, bool]]:
+    def _by_looseness(self, places: Iterable[int]) -> Iterator[tuple[int, int, bool]]:
         # From the loosest on; once it makes no difference, stricter ones make none either.
-        return ((place, 0, True) for place in range(len(_LOOSENESS)) if self._loose)
+        return ((place, 0, True) for place in places if self._loose)
 
     def _by_richness(self) -> Iterator[tuple[int, int, bool]]:
         loose, _, cheapest = self._best_key

@@ -216,7 +216,7 @@ def build_plan(packs: list[list[int]], problem: Problem, scheduler: str) -> Plan
     built = [
         Pack(
             sample_ids=tuple(map(int, ids)),  # a planner may well hand back numpy's integers
-            padded_tokens=sum(map(padded.__getitem__, ids)) if ids else problem.topology.alignment,
+            padded_tokens=sum(padded[i] for i in ids) if ids else problem.topology.alignment,
         )
         for ids in packs
     ]
@@ -293,7 +293,7 @@ def _check_packs(plan: Plan, who: str, lengths: Int64Array, max_seqs: int | None
     padded = (-(-lengths // alignment) * alignment).tolist()
     for i, pack in enumerate(plan.packs):
         where = f"{who}: the pack of microbatch {i // plan.topology.dp}, DP rank {i % plan.topology.dp}"
-        tokens = alignment if pack.is_dummy else sum(map(padded.__getitem__, pack.sample_ids))
+        tokens = alignment if pack.is_dummy else sum(padded[s] for s in pack.sample_ids)
         if pack.padded_tokens != tokens:
             raise PackingError(f"{where} says {pack.padded_tokens:,} padded tokens; its samples make {tokens:,}.")
         if tokens > plan.capacity:
