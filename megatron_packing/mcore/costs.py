@@ -1,8 +1,11 @@
-"""What does a sample cost the model of this run? Read off Megatron's own configuration."""
+"""What does a sample cost the model of this run, and would a planner that looks at costs help?"""
 
+from collections.abc import Sequence
 from typing import Any
 
-from megatron_packing.schedule import CostModel, LatentAttention, TransformerShape
+import torch.distributed as dist
+
+from megatron_packing.schedule import BalanceAdvice, CostModel, LatentAttention, Plan, TransformerShape
 
 
 def cost_of_model(config: Any, vocabulary: int) -> CostModel:
@@ -47,3 +50,12 @@ def _expert_layers(config: Any) -> int:
         return 0
     frequency = config.moe_layer_freq
     return sum(frequency) if isinstance(frequency, list) else len(range(0, config.num_layers, frequency))
+
+
+def advise(advice: BalanceAdvice, plan: Plan, lengths: Sequence[int]) -> None:
+    """Print, once in a run and on its first rank, what `balanced` would gain over the scheduler that was chosen."""
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    said = advice.look_at(plan, lengths)
+    if said is not None:
+        print(f"megatron_packing: {said}", flush=True)

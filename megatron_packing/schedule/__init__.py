@@ -10,6 +10,7 @@ from dataclasses import replace
 from time import perf_counter
 
 from megatron_packing.errors import CapacityError, ConfigError
+from megatron_packing.schedule.advice import BalanceAdvice, imbalance
 from megatron_packing.schedule.balanced import BALANCES, balanced, objective
 from megatron_packing.schedule.balanced import warm_up as _warm_up_balanced
 from megatron_packing.schedule.cost import CostModel, LatentAttention, TransformerShape
@@ -35,6 +36,7 @@ __all__ = [
     "ATTENTION_ONLY",
     "BALANCES",
     "SCHEDULERS",
+    "BalanceAdvice",
     "CostModel",
     "LatentAttention",
     "Metrics",
@@ -47,6 +49,7 @@ __all__ = [
     "check_plan",
     "check_scheduler",
     "even_counts",
+    "imbalance",
     "make_plan",
     "mean_metrics",
     "objective",
