@@ -74,3 +74,14 @@ def later_wins(*parts: str) -> str:
             else:
                 flags[name].append(word)
     return " ".join(" ".join([name, *values]) for name, values in flags.items())
+
+
+def test_the_log_recommends_balanced_once_and_says_what_it_keeps_small(runner: Runner, chats: Path) -> None:
+    recommended = "--sequence-packing-scheduler balanced comes near that"
+    packed_only, both, ranks = CASES["DP 2"]
+    log = runner.train(later_wins(PACKED, both, packed_only), data=chats, ranks=ranks).log
+    assert log.count(recommended) == 1
+    packed_only, both, ranks = CASES["DP 2, balanced"]
+    log = runner.train(later_wins(PACKED, both, packed_only), data=chats, ranks=ranks).log
+    assert recommended not in log
+    assert "balanced: keeps the busiest rank's work small, over the whole step (step)" in log
