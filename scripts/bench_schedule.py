@@ -7,7 +7,7 @@ install megatron-packing[bench]; it compiles C++). Imbalances are means over ste
 and ends with status 1 if anything does not; times are only checked with --check-times, on a machine that does nothing
 else.
 
-    python scripts/bench_schedule.py [--steps 20] [--seeds 1 2] [--sizes 8x512 32x2048 128x4096] [--check-times]
+    python scripts/bench_schedule.py [--steps 20] [--seeds 3] [--sizes 8x512 32x2048 128x4096] [--check-times]
 """
 
 import argparse
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from workloads import CAPACITIES, Lengths, lengths_of
+from workloads import W1, W2, Int64Array, Workload
 
 from megatron_packing.schedule import CostModel, make_plan, warm_up
 from megatron_packing.schedule.bounds import lockstep_lower_bound, packs_lower_bound, step_lower_bound
@@ -63,11 +63,11 @@ class Figures:
 class Case:
     """Steps of one workload, planned for one cluster."""
 
-    workload: str
+    workload: Workload
     cost_name: str
-    seed: int | None
+    seed: int
     dp: int
-    steps: list[Lengths]
+    steps: list[Int64Array]
 
     @property
     def cost(self) -> CostModel:
@@ -75,12 +75,17 @@ class Case:
 
     @property
     def capacity(self) -> int:
-        return CAPACITIES[self.workload]
+        return self.workload.capacity
+
+    @property
+    def is_published(self) -> bool:
+        """Whether figures of these very steps are known."""
+        return self.seed == self.workload.seeds[0]
 
     @property
     def title(self) -> str:
-        seed = "published seed" if self.seed is None else f"seed {self.seed}"
-        return f"{self.workload}, {self.cost_name}, {seed}: {len(self.steps[0]):,} samples on {self.dp} ranks"
+        samples = f"{len(self.steps[0]):,} samples on {self.dp} ranks"
+        return f"{self.workload.name}, {self.cost_name}, seed {self.seed}: {samples}"
 
 
 type Planned = tuple[list[list[int]], int]
@@ -115,7 +120,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Balance and planning time of the schedulers.")
     parser.add_argument("--steps", type=int, default=20, help="steps of each case (default: 20)")
-    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2], help="besides the published ones (1 2)")
+    parser.add_argument("--seeds", type=int, default=3, help="how many seeds of each workload, at most 3 (default)")
     parser.add_argument("--sizes", nargs="*", default=[f"{dp}x{samples}" for dp, samples in PLAN_MS], help="DPxSAMPLES")
     parser.add_argument("--check-times", action="store_true", help="fail where a median is above its limit")
     return parser.parse_args()
@@ -123,9 +128,10 @@ def parse() -> argparse.Namespace:
 
 def cases(dp: int, samples: int, options: argparse.Namespace) -> list[Case]:
     made = []
-    for seed in [None, *options.seeds]:
-        for workload in ("W1", "W2"):
-            lengths = lengths_of(workload, samples=100_000, seed=seed)  # the draw depends on their number
+    for number in range(options.seeds):
+        for workload in (W1, W2):
+            seed = workload.seeds[number]
+            lengths = workload.lengths(seed)
             steps = [
                 lengths[i * samples : (i + 1) * samples] for i in range(min(options.steps, len(lengths) // samples))
             ]
@@ -142,25 +148,25 @@ def find_peer() -> Callable[..., list[list[list[int]]]] | None:
     return ogbfd
 
 
-def ours(case: Case, scheduler: str, balance: str) -> Callable[[Lengths], Planned]:
+def ours(case: Case, scheduler: str, balance: str) -> Callable[[Int64Array], Planned]:
     topology = Topology(dp=case.dp)
 
-    def plan(lengths: Lengths) -> Planned:
+    def plan(lengths: Int64Array) -> Planned:
         made = make_plan(lengths, scheduler, topology, case.capacity, cost=case.cost, balance=balance)
         return [list(pack.sample_ids) for pack in made.packs], made.num_microbatches
 
     return plan
 
 
-def lightbinpack(case: Case, ogbfd: Callable[..., list[list[list[int]]]]) -> Callable[[Lengths], Planned]:
-    def plan(lengths: Lengths) -> Planned:
+def lightbinpack(case: Case, ogbfd: Callable[..., list[list[list[int]]]]) -> Callable[[Int64Array], Planned]:
+    def plan(lengths: Int64Array) -> Planned:
         groups = ogbfd(lengths.tolist(), case.capacity, case.dp)
         return [ids for group in groups for ids in group], len(groups)
 
     return plan
 
 
-def measure(case: Case, plan: Callable[[Lengths], Planned]) -> Figures:
+def measure(case: Case, plan: Callable[[Int64Array], Planned]) -> Figures:
     figures = Figures()
     for lengths in case.steps:
         wall, cpu = time.perf_counter(), time.process_time()
@@ -204,10 +210,10 @@ def check(case: Case, figures: dict[str, Figures], bounds: Bounds, *, check_time
     for name, one in (("step", step), ("lockstep", lockstep)):
         results.append((one.load <= 1, f"balanced, {name}: the fullest pack holds {one.load:.4f} of its capacity"))
         results.append((one.microbatches == bounds.microbatches, f"balanced, {name}: not the fewest microbatches"))
-    reached_step, floor, reached_lockstep, bound = REACHED[case.workload, case.cost_name]
+    reached_step, floor, reached_lockstep, bound = REACHED[case.workload.name, case.cost_name]
     if (case.dp, len(case.steps[0])) == (8, 512):
         # On the published seeds the figures themselves; on others as near to the bounds of the steps there.
-        own = (1.0, 1.0) if case.seed is None else (bounds.step / floor, bounds.lockstep / bound)
+        own = (1.0, 1.0) if case.is_published else (bounds.step / floor, bounds.lockstep / bound)
         for name, got, limit in (
             ("step", mean(step.step), reached_step * own[0] * TOLERANCE),
             ("lockstep", mean(lockstep.lockstep), reached_lockstep * own[1] * TOLERANCE),
