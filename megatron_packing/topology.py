@@ -28,6 +28,8 @@ class Topology:
     """Virtual pipeline stages (model chunks) on each rank; 1 means no interleaving."""
     ep: int = 1
     """Expert-parallel ranks."""
+    fsdp: bool = False
+    """Whether parameters are sharded over data parallelism, so that ranks meet in every layer."""
     sequence_parallel: bool = False
     """Whether activations are split along the sequence over the TP ranks."""
 

@@ -20,7 +20,7 @@ from megatron_packing.config import (
     samples_kept_together,
 )
 from megatron_packing.errors import ConfigError
-from megatron_packing.schedule import check_scheduler, check_trainable
+from megatron_packing.schedule import BALANCES, check_scheduler, check_trainable, objective
 from megatron_packing.topology import Topology
 
 DEFAULT_SCHEDULER = "first_fit"
@@ -134,7 +134,7 @@ def _add_packing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--sequence-packing-scheduler",
         type=str,
         default=None,
-        help="how samples are packed: first_fit (default) or dp_balanced; with --sft, packs SFT rows",
+        help="how samples are packed: first_fit (default), dp_balanced or balanced; with --sft, packs SFT rows",
     )
     add(
         "--max-seqlen-per-dp-cp-rank",
@@ -155,6 +155,13 @@ def _add_packing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         help="ranks of the smallest such group (default: 1)",
     )
     add("--thd-max-packed-sequences", type=int, default=None, help="most samples in one pack")
+    add(
+        "--packing-balance",
+        choices=BALANCES,
+        default="auto",
+        help="what balanced keeps small: the busiest rank's work over the whole step, or in each microbatch (lockstep; "
+        "auto: with PP, EP or FSDP)",
+    )
     add(
         "--packing-attention",
         choices=ATTENTION_BACKENDS,
@@ -227,6 +234,7 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         scheduler=scheduler,
         max_tokens_per_rank=capacity,
         max_seqs=args.thd_max_packed_sequences,
+        balance=args.packing_balance,
         dataset=dataset,
         mock_config=args.varlen_mock_dataset_config_json,
         shuffle=args.packing_shuffle,
@@ -274,6 +282,10 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
             f"scheduler {config.scheduler}, capacity {config.capacity} tokens = {config.max_tokens_per_rank} per rank "
             f"x CP {config.topology.cp}, alignment {config.topology.alignment}"
         )
+        if config.scheduler == "balanced":
+            said.append(
+                f"balanced: keeps the busiest rank's work small, {_MEANING[objective(config.balance, config.topology)]}"
+            )
         if args.num_experts and (any(_as_list(args.moe_aux_loss_coeff)) or args.moe_z_loss_coeff):
             said.append(
                 "auxiliary losses of the experts' router are computed microbatch by microbatch, so that they depend on "
@@ -285,6 +297,9 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
                 "chance; set both dropouts to 0 to compare them"
             )
     return said
+
+
+_MEANING = {"step": "over the whole step (step)", "lockstep": "in each microbatch (lockstep)"}
 
 
 def topology_of(args: argparse.Namespace, world: int | None = None) -> Topology:
@@ -311,6 +326,7 @@ def topology_of(args: argparse.Namespace, world: int | None = None) -> Topology:
         pp=pp,
         vpp=2 if interleaved else 1,  # the exact number is Megatron's to work out; more than one is what matters
         ep=args.expert_model_parallel_size,
+        fsdp=bool(args.use_torch_fsdp2 or args.use_megatron_fsdp),
         sequence_parallel=bool(args.sequence_parallel),
     )
 

@@ -54,7 +54,13 @@ def _martello_toth(ascending: Int64Array, capacity: int) -> int:
 
 
 def lockstep_lower_bound(
-    padded: Int64Array, costs: Float64Array, *, dp: int, capacity: int, max_seqs: int | None = None
+    padded: Int64Array,
+    costs: Float64Array,
+    *,
+    dp: int,
+    capacity: int,
+    max_seqs: int | None = None,
+    num_microbatches: int | None = None,
 ) -> float:
     """Least possible sum over microbatches of the busiest rank's cost, over the mean rank's cost.
 
@@ -70,6 +76,8 @@ def lockstep_lower_bound(
         dp: ranks.
         capacity: padded tokens that a pack may hold.
         max_seqs: samples that a pack may hold; None means any number.
+        num_microbatches: rows of the plans that are bounded; None: any number. Says only where to stop: a bound that
+            follows from the first rows holds for plans with more of them.
     """
     total = float(costs.sum())
     if total == 0:
@@ -82,7 +90,7 @@ def lockstep_lower_bound(
     dense_tokens, dense_cost = _before(padded[densest]), _before(costs[densest])
 
     num_samples, q, best = len(padded), 0.0, total / dp
-    for rows in range(_ROWS):
+    for rows in range(min(_ROWS, num_microbatches or _ROWS)):
         most = min(
             int(np.searchsorted(tokens_before, rows * dp * capacity, side="right")) - 1,
             int(np.searchsorted(big_before, rows * dp, side="right")) - 1,

@@ -182,6 +182,8 @@ class Problem:
     microbatch_multiple: int
     """The number of microbatches must be a multiple of this (interleaved pipelines ask for it)."""
     cost: CostModel
+    balance: str
+    """What planners that balance keep small: `step`, `lockstep`, or `auto`, which the topology decides."""
     group_sizes: GroupSizes = _POWERS_OF_TWO
     """For planners that choose groups."""
 
@@ -323,7 +325,7 @@ class _Padded:
         if cp not in self._by_cp:
             self._by_cp[cp] = (-(-self._lengths // alignment) * alignment).tolist()
         padded = self._by_cp[cp]
-        return sum(padded[i] for i in ids) if len(ids) else alignment
+        return sum(map(padded.__getitem__, ids)) if len(ids) else alignment
 
 
 def check_plan(plan: Plan, lengths: Lengths, max_seqs: int | None = None, microbatch_multiple: int = 1) -> None:

@@ -268,6 +268,12 @@ def test_communication_keeps_samples_on_few_ranks() -> None:
     assert sorted((pack.cp_size, pack.is_dummy) for pack in dear.packs) == [(1, False), (1, True), (2, True), (4, True)]
 
 
+def test_samples_that_leave_each_other_no_room_take_a_microbatch_each() -> None:
+    # 33 of 64 tokens each: by their sum, 11 microbatches would do.
+    plan = make_plan([33] * 20, SCHEDULER, Topology(dp=4), 16, microbatch_multiple=3)
+    assert [sum(not pack.is_dummy for pack in microbatch.packs) for microbatch in plan.microbatches] == [1] * 20 + [0]
+
+
 def test_the_smallest_group_holds() -> None:
     sizes = GroupSizes(smallest=2)
     plan = make_plan([4] * 16, SCHEDULER, Topology(dp=8), 8, group_sizes=sizes)

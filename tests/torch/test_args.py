@@ -139,3 +139,19 @@ def test_world_size_gives_data_parallelism(parser: argparse.ArgumentParser, monk
 def test_settings_that_contradict_each_other(parser: argparse.ArgumentParser, flags: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         _settled(parser, flags)
+
+
+def test_what_balanced_keeps_small_follows_the_layout_unless_told(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    flags = f"{LOCAL} --use-varlen-dataset --sequence-packing-scheduler balanced"
+    for more, balance, said in (
+        ("", "auto", "over the whole step (step)"),
+        ("--expert-model-parallel-size 2", "auto", "in each microbatch (lockstep)"),
+        ("--expert-model-parallel-size 2 --packing-balance step", "step", "over the whole step (step)"),
+    ):
+        parsed = parser.parse_args(f"{flags} {more}".split())
+        config = packing_args.resolve(parsed)
+        assert config.balance == balance
+        assert any(line.endswith(said) for line in packing_args.apply(config, parsed))
