@@ -16,10 +16,12 @@ from megatron_packing.schedule.balanced import warm_up as _warm_up_balanced
 from megatron_packing.schedule.cost import CostModel, LatentAttention, TransformerShape
 from megatron_packing.schedule.dp_balanced import dp_balanced
 from megatron_packing.schedule.dynamic_cp import dynamic_cp
+from megatron_packing.schedule.dynamic_cp import warm_up as _warm_up_dynamic_cp
 from megatron_packing.schedule.first_fit import first_fit
 from megatron_packing.schedule.groups import GroupSizes
 from megatron_packing.schedule.metrics import Metrics, mean_metrics
 from megatron_packing.schedule.offline import PackedSet, offline, pack_set
+from megatron_packing.schedule.offline import warm_up as _warm_up_offline
 from megatron_packing.schedule.plan import (
     GroupedPacks,
     Int64Array,
@@ -86,7 +88,11 @@ NOT_IN_TRAINING = {
 }
 """Planners that training refuses, and why: `megatron-packing plan` still shows what they would do."""
 
-_WARM_UPS: dict[str, Callable[[], None]] = {"balanced": _warm_up_balanced}
+_WARM_UPS: dict[str, Callable[[], None]] = {
+    "balanced": _warm_up_balanced,
+    "offline": _warm_up_offline,
+    "dynamic_cp": _warm_up_dynamic_cp,
+}
 """Planners with compiled loops, and what compiles them."""
 
 # Sequence boundaries are int32 from Megatron-Core down to the attention kernels.

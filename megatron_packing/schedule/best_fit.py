@@ -62,7 +62,8 @@ def in_units(tokens: Int64Array, capacity: int, most: int) -> tuple[Int64Array, 
     """
     unit = -(-capacity // most)
     if unit == 1:
-        return tokens, capacity
+        # What may not be written is another type to numba, for which it would compile everything once more.
+        return tokens if tokens.flags.writeable else tokens.copy(), capacity
     return np.minimum(-(-tokens // unit), capacity // unit), capacity // unit
 
 

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_packing.schedule.cost import CostModel
 from megatron_packing.schedule.plan import GroupedPacks, Problem
+from megatron_packing.topology import Topology
 
 if TYPE_CHECKING:
     from megatron_packing.schedule.group_rows import Step
@@ -61,6 +63,23 @@ def dynamic_cp(problem: Problem) -> GroupedPacks:
     ]
     missing = -len(microbatches) % problem.microbatch_multiple if microbatches else problem.microbatch_multiple
     return GroupedPacks(microbatches=microbatches + [_with_dummies([], sizes) for _ in range(missing)])
+
+
+def warm_up() -> None:
+    """Compile what `dynamic_cp` needs, or load it: seconds the first time on a machine, then about 0.5 s a process."""
+    lengths = np.array([2, 1], dtype=np.int64)
+    dynamic_cp(
+        Problem(
+            lengths=lengths,
+            padded=lengths,
+            topology=Topology(dp=2),
+            capacity=2,
+            max_seqs=None,
+            microbatch_multiple=1,
+            cost=CostModel(linear=1, quadratic=0),
+            balance="auto",
+        )
+    )
 
 
 def _with_dummies(groups: list[tuple[int, list[int]]], sizes: tuple[int, ...]) -> list[tuple[int, list[int]]]:

@@ -1,6 +1,9 @@
 """Does `dynamic_cp` form groups that ranks can run, put every sample in one, and keep everyone about equally busy?"""
 
 import itertools
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,8 +22,12 @@ from megatron_packing.schedule import (
     Pack,
     Plan,
     Problem,
+    best_fit,
     check_plan,
+    group_rows,
     make_plan,
+    pack_set,
+    warm_up,
 )
 from megatron_packing.schedule.bounds import grouped_lower_bound
 from megatron_packing.topology import Topology
@@ -398,3 +405,52 @@ def test_the_digest_sees_the_groups() -> None:
     first = plan.microbatches[0]
     packs = (replace(first.packs[0], cp_size=1), *first.packs[1:])
     assert plan.digest() != replace(plan, microbatches=(replace(first, packs=packs),)).digest()
+
+
+# Compiled loops
+
+_DIGESTS = """
+import numpy as np
+from megatron_packing.schedule import CostModel, GroupSizes, make_plan
+from megatron_packing.topology import Topology
+
+rng = np.random.default_rng(7)
+for case in range(6):
+    lengths = np.clip(rng.lognormal(3.5, 1.0, 14), 1, 256).astype(int)
+    cost = CostModel(linear=30, quadratic=1, communication=[0.0, 7.3][case % 2])
+    sizes = GroupSizes(any_size=case == 5)
+    print(make_plan(lengths, "dynamic_cp", Topology(dp=4, cp=2), 32, max_seqs=[None, 5][case // 3], cost=cost,
+                    group_sizes=sizes).digest())
+"""
+
+
+def test_compiled_and_interpreted_plans_are_the_same() -> None:
+    # Python's integers know no machine: what they find, every machine finds.
+    compiled, interpreted = (
+        subprocess.run(
+            [sys.executable, "-c", _DIGESTS],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "NUMBA_DISABLE_JIT": disabled, "PYTHONHASHSEED": disabled},
+        ).stdout.split()
+        for disabled in ("0", "1")
+    )
+    assert compiled == interpreted
+    assert len(set(compiled)) == 6
+
+
+@pytest.mark.parametrize("scheduler", ["dynamic_cp", "offline"])
+def test_after_warming_up_nothing_is_compiled(scheduler: str) -> None:
+    warm_up(scheduler)
+    loops = [
+        loop
+        for module in (best_fit, group_rows)
+        for loop in vars(module).values()
+        if hasattr(loop, "signatures") and loop.signatures
+    ]
+    assert loops
+    before = [list(loop.signatures) for loop in loops]
+    make_plan(np.arange(1, 90), scheduler, Topology(dp=4, cp=2), 128, max_seqs=5)
+    pack_set(np.arange(1, 90), 90)
+    assert [list(loop.signatures) for loop in loops] == before
