@@ -11,7 +11,8 @@ Legend: N samples, C tokens of a pack, P packs; a pack's room is what it can sti
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from megatron_packing.schedule.jit import compiled
 
 type Int64Array = npt.NDArray[np.int64]
 type Int32Array = npt.NDArray[np.int32]
@@ -67,7 +68,7 @@ def in_units(tokens: Int64Array, capacity: int, most: int) -> tuple[Int64Array, 
     return np.minimum(-(-tokens // unit), capacity // unit), capacity // unit
 
 
-@njit(cache=True)
+@compiled
 def _best_fit(tokens_N, capacity, most, pack_of_N, packs):  # type: ignore[no-untyped-def]
     """`fill_up` in units; a bitmap and linked lists know the rooms of open packs."""
     rooms = _no_rooms(capacity)
@@ -110,7 +111,7 @@ def _best_fit(tokens_N, capacity, most, pack_of_N, packs):  # type: ignore[no-un
     return packs
 
 
-@njit(cache=True)
+@compiled
 def _open(rooms, newest_R, next_P, pack, room):  # type: ignore[no-untyped-def]
     """Link a pack in at its room."""
     if newest_R[room] == _NONE:
@@ -119,7 +120,7 @@ def _open(rooms, newest_R, next_P, pack, room):  # type: ignore[no-untyped-def]
     newest_R[room] = pack
 
 
-@njit(cache=True)
+@compiled
 def longest_first(tokens_N, pack_of_N, capacity):  # type: ignore[no-untyped-def]
     """Samples without a pack by falling length, equals in order; and where each length begins in that: [C + 1]."""
     start_L = np.zeros(capacity + 2, dtype=np.int64)
@@ -137,7 +138,7 @@ def longest_first(tokens_N, pack_of_N, capacity):  # type: ignore[no-untyped-def
     return order, start_L
 
 
-@njit(cache=True)
+@compiled
 def _no_rooms(capacity):  # type: ignore[no-untyped-def]
     """A set of rooms, empty. Bit r of the first level is room r; above, a bit says that a word below is not 0."""
     words = (capacity >> 6) + 1
@@ -148,14 +149,14 @@ def _no_rooms(capacity):  # type: ignore[no-untyped-def]
     )
 
 
-@njit(cache=True)
+@compiled
 def _note_room(rooms, room):  # type: ignore[no-untyped-def]
     for level in rooms:
         level[room >> 6] |= _ONE << np.uint64(room & 63)
         room >>= 6
 
 
-@njit(cache=True)
+@compiled
 def _forget_room(rooms, room):  # type: ignore[no-untyped-def]
     for level in rooms:
         level[room >> 6] &= ~(_ONE << np.uint64(room & 63))
@@ -164,7 +165,7 @@ def _forget_room(rooms, room):  # type: ignore[no-untyped-def]
         room >>= 6
 
 
-@njit(cache=True)
+@compiled
 def _least_room(rooms, wanted):  # type: ignore[no-untyped-def]
     """The least room in the set that is `wanted` or more; -1 where there is none."""
     leaves, middle, top = rooms
@@ -180,7 +181,7 @@ def _least_room(rooms, wanted):  # type: ignore[no-untyped-def]
     return found
 
 
-@njit(cache=True)
+@compiled
 def _in_level(level, start):  # type: ignore[no-untyped-def]
     """The first bit from `start` on, looking through all words; -1 where there is none."""
     found = _in_word(level, start)
@@ -191,7 +192,7 @@ def _in_level(level, start):  # type: ignore[no-untyped-def]
     return found
 
 
-@njit(cache=True)
+@compiled
 def _in_word(level, start):  # type: ignore[no-untyped-def]
     """The first bit from `start` to the end of its word; -1 where there is none, or no such word."""
     if start >> 6 >= len(level):
@@ -214,7 +215,7 @@ def by_pack(pack_of_N: Int32Array, num_packs: int) -> tuple[Int32Array, Int64Arr
     return sample_ids, ends_P
 
 
-@njit(cache=True)
+@compiled
 def _write_by_pack(pack_of_N, sample_ids, ends_P):  # type: ignore[no-untyped-def]
     for pack in pack_of_N:
         ends_P[pack] += 1

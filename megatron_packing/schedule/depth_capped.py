@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from megatron_packing.errors import MissingDependency
 from megatron_packing.schedule.best_fit import Int32Array, Int64Array, fill_up, in_units, longest_first
+from megatron_packing.schedule.jit import compiled
 
 type Float64Array = npt.NDArray[np.float64]
 
@@ -165,7 +165,7 @@ def _dearest(prices_R: Float64Array, lengths_R: Int64Array, room: int, max_seqs:
     )
 
 
-@njit(cache=True)
+@compiled
 def _price(prices_R, lengths_R, room, max_seqs, found_RD, worth_R):  # type: ignore[no-untyped-def]
     """worth[d, u]: the most that d samples in u units can be worth. Returns worth[D, room]."""
     worth = np.zeros((max_seqs + 1, room + 1))
@@ -205,7 +205,7 @@ def _slots(patterns_JD: Int64Array, copies_J: Int64Array) -> tuple[Int64Array, I
     return lengths[order], first_J[used][order], copies_J[used][order]
 
 
-@njit(cache=True)
+@compiled
 def _match(units_N, order_N, lengths, packs, copies, pack_of_N):  # type: ignore[no-untyped-def]
     """Give each sample, longest first, the shortest free slot that holds it. Takes runs of slots; uses up `copies`."""
     runs = np.empty(len(lengths), dtype=np.int64)  # those with free slots that are long enough, the shortest on top

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from megatron_packing.schedule.jit import compiled, inlined
 
 type Int64Array = npt.NDArray[np.int64]
 
@@ -66,7 +67,7 @@ _IMPOSSIBLE = -1
 _NOT_TRIED = np.int64(-1)
 
 
-@njit(cache=True)
+@compiled
 def fill_row(step, waiting, ceiling, policy, groups, group_of):  # type: ignore[no-untyped-def]
     """Fill one row from the samples in `waiting`; returns the number of groups.
 
@@ -96,7 +97,7 @@ def fill_row(step, waiting, ceiling, policy, groups, group_of):  # type: ignore[
     return num_groups
 
 
-@njit(cache=True, inline="always")
+@inlined
 def _group_with_room(step, sample, ceiling, policy, groups, num_groups):  # type: ignore[no-untyped-def]
     """The open group that the policy puts the sample in; -1 where none holds it."""
     best, best_size, best_left = -1, np.int64(0), 0.0
@@ -117,7 +118,7 @@ def _group_with_room(step, sample, ceiling, policy, groups, num_groups):  # type
     return best
 
 
-@njit(cache=True, inline="always")
+@inlined
 def _smallest_size(step, sample, ceiling, free):  # type: ignore[no-untyped-def]
     """The smallest group that holds the sample under the ceiling, as an index; -1 where the free ranks make none."""
     for size in range(len(step.sizes_K)):
@@ -129,7 +130,7 @@ def _smallest_size(step, sample, ceiling, free):  # type: ignore[no-untyped-def]
     return -1
 
 
-@njit(cache=True)
+@compiled
 def _widen(step, groups, num_groups, free):  # type: ignore[no-untyped-def]
     """Give the free ranks to the busiest groups, as long as that helps them."""
     while free > 0:
@@ -148,7 +149,7 @@ def _widen(step, groups, num_groups, free):  # type: ignore[no-untyped-def]
         groups[best, TOKENS] = groups[best, REAL] + groups[best, COUNT] * (step.alignments_K[old + 1] - 1)
 
 
-@njit(cache=True)
+@compiled
 def _wider_load(step, group, free):  # type: ignore[no-untyped-def]
     """What each rank would have to do if the group had the next size; very much where it may not."""
     never = np.int64(2**62)
@@ -160,19 +161,19 @@ def _wider_load(step, group, free):  # type: ignore[no-untyped-def]
     return -(-_load_of_size(step, group, size) // step.sizes_K[size])
 
 
-@njit(cache=True)
+@compiled
 def _load_of_size(step, group, size):  # type: ignore[no-untyped-def]
     before, after = step.sizes_K[group[SIZE]], step.sizes_K[size]
     work = group[LOAD] - (before * group[TALK] if before > 1 else 0)
     return work + (after * group[TALK] if after > 1 else 0)
 
 
-@njit(cache=True)
+@compiled
 def _rank_load(step, group):  # type: ignore[no-untyped-def]
     return -(-group[LOAD] // step.sizes_K[group[SIZE]])
 
 
-@njit(cache=True)
+@compiled
 def _busiest(step, groups, num_groups):  # type: ignore[no-untyped-def]
     most = np.int64(0)
     for group in range(num_groups):
@@ -180,7 +181,7 @@ def _busiest(step, groups, num_groups):  # type: ignore[no-untyped-def]
     return most
 
 
-@njit(cache=True)
+@compiled
 def fit_row(step, waiting, low, high, tries, policies, groups, group_of):  # type: ignore[no-untyped-def]
     """Hold all of `waiting` in one row whose busiest rank has as little to do as we can find.
 
@@ -210,7 +211,7 @@ def fit_row(step, waiting, low, high, tries, policies, groups, group_of):  # typ
     return best_groups, best
 
 
-@njit(cache=True)
+@compiled
 def _most_worth_it(step, waiting, rows_after, share, ceilings, policies, groups, group_of):  # type: ignore[no-untyped-def]
     """Fill a row that other rows follow: of many ceilings, the one that wastes least. Returns as `fit_row`."""
     trial, trial_of = np.empty_like(groups), np.empty_like(group_of)
@@ -243,7 +244,7 @@ def _most_worth_it(step, waiting, rows_after, share, ceilings, policies, groups,
     return best_groups, best_busiest
 
 
-@njit(cache=True)
+@compiled
 def _ceilings(step, waiting, rows_after, multiples):  # type: ignore[no-untyped-def]
     """What to try as the ceiling of a row; none twice."""
     work, floor = np.int64(0), np.int64(0)
@@ -262,7 +263,7 @@ def _ceilings(step, waiting, rows_after, multiples):  # type: ignore[no-untyped-
     return ceilings
 
 
-@njit(cache=True)
+@compiled
 def _own_ceiling(step, sample, halvings):  # type: ignore[no-untyped-def]
     """What the sample's ranks have to do for it alone, in all ranks halved so many times; -1: too long for them."""
     size = len(step.sizes_K) - 1
@@ -273,7 +274,7 @@ def _own_ceiling(step, sample, halvings):  # type: ignore[no-untyped-def]
     return -(-step.load_NK[sample, size] // step.sizes_K[size])
 
 
-@njit(cache=True)
+@compiled
 def rows_in_turn(step, num_rows, share, multiples, forced, policies, row_of, group_of, groups_M, counts_M):  # type: ignore[no-untyped-def]
     """Fill row after row. Returns the sum over rows of what the busiest rank does; -1 where samples are left over.
 
@@ -313,7 +314,7 @@ def rows_in_turn(step, num_rows, share, multiples, forced, policies, row_of, gro
     return total if len(waiting) == 0 else np.int64(_IMPOSSIBLE)
 
 
-@njit(cache=True)
+@compiled
 def _fit_last(step, waiting, factor, policies, groups, group_of):  # type: ignore[no-untyped-def]
     """`fit_row` from the least that the busiest rank must do to `factor` times that."""
     work, floor = np.int64(0), np.int64(0)
@@ -324,7 +325,7 @@ def _fit_last(step, waiting, factor, policies, groups, group_of):  # type: ignor
     return fit_row(step, waiting, low - low // _FINE, low * factor, _LAST_ROW_TRIES, policies, groups, group_of)
 
 
-@njit(cache=True)
+@compiled
 def _polish(step, waiting, busiest, policies, groups, num_groups, group_of):  # type: ignore[no-untyped-def]
     """The same samples in better groups, where there are any. Returns as `fit_row`."""
     inside = group_of >= 0
@@ -341,7 +342,7 @@ def _polish(step, waiting, busiest, policies, groups, num_groups, group_of):  # 
     return found, least
 
 
-@njit(cache=True)
+@compiled
 def rows_by_content(step, num_rows, by_work, policies, row_of, group_of, groups_M, counts_M):  # type: ignore[no-untyped-def]
     """Choose each row's samples first, by tokens over all ranks, then its groups. Returns as `rows_in_turn`.
 

@@ -276,9 +276,10 @@ def test_communication_keeps_samples_on_few_ranks() -> None:
 
 
 def test_samples_that_leave_each_other_no_room_take_a_microbatch_each() -> None:
-    # 33 of 64 tokens each: by their sum, 11 microbatches would do.
-    plan = make_plan([33] * 20, SCHEDULER, Topology(dp=4), 16, microbatch_multiple=3)
-    assert [sum(not pack.is_dummy for pack in microbatch.packs) for microbatch in plan.microbatches] == [1] * 20 + [0]
+    # 33 of 64 tokens each: by their sum, 21 microbatches would do.
+    plan = make_plan([33] * 40, SCHEDULER, Topology(dp=4), 16, microbatch_multiple=3)
+    samples = [sum(len(pack.sample_ids) for pack in microbatch.packs) for microbatch in plan.microbatches]
+    assert samples == [1] * 40 + [0] * 2
 
 
 def test_the_smallest_group_holds() -> None:
