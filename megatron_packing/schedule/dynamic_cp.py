@@ -10,8 +10,7 @@ in parts, so that planning grows linearly.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -35,20 +34,35 @@ _WIDE_SEARCH = 4
 """Up to so many rows, every candidate is tried as the first row's ceiling: the rest depends on it most."""
 _MULTIPLES = np.array([1000, 1020, 1050, 1100, 1150, 1200, 1300, 1450, 1600, 1800, 2100, 2500, 3000, 4000, 6000])
 """Ceilings to try, in thousandths of the mean rank's work in a row."""
+_LAST_ROW_TRIES = 14
+_POLISH_TRIES = 8
+"""Ceilings that a search for the lowest tries, where a row must hold all that is left, and where it does already."""
 _SHARES = (1000, 995, 985, 970, 950)
 """Thousandths of later rows' room that a row may count on: packs are seldom filled to the last token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Rows:
-    """A way to run all samples, as `group_rows` writes it."""
+    """A way to run all samples, row by row. Written by a search, then read.
 
-    total: int
-    """Sum over rows of what the busiest rank does."""
-    row_of: Int64Array
-    group_of: Int64Array
-    groups: Int64Array
-    """Of each row, the lines of its groups, shape [M, G, COLUMNS]."""
+    Args:
+        step: what has to be run.
+        num_rows: rows that there are.
+    """
+
+    def __init__(self, step: "Step", num_rows: int) -> None:
+        from megatron_packing.schedule.group_rows import COLUMNS
+
+        self.total = 0
+        """Sum over rows of what the busiest rank does."""
+        self.row_of = np.zeros(len(step.work_N), dtype=np.int64)
+        self.group_of = np.zeros(len(step.work_N), dtype=np.int64)
+        self.groups = np.zeros((num_rows, int(step.sizes_K[-1] // step.sizes_K[0]), COLUMNS), dtype=np.int64)
+        """Of each row, the lines of its groups."""
+
+    def put(self, row: int, samples: Int64Array, group_of: Int64Array, busiest: int) -> None:
+        """Say which group of a row each of `samples` is in, and what the row's busiest rank does."""
+        self.row_of[samples], self.group_of[samples] = row, group_of
+        self.total += int(busiest)
 
 
 def dynamic_cp(problem: Problem) -> GroupedPacks:
@@ -176,14 +190,13 @@ def _policies(*, communication: bool) -> Int64Array:
 
 def _in_turn(step: "Step", num_rows: int, policies: Int64Array, *, wide: bool) -> Iterator[_Rows]:
     """Rows one after the other. `wide`: with each ceiling for the first row, until they hold everything."""
-    from megatron_packing.schedule.group_rows import HALVINGS, rows_in_turn
+    from megatron_packing.schedule.group_rows import HALVINGS
 
     wide = wide and num_rows > 1
     for share in _SHARES:
         found = False
         for forced in range(-1, len(_MULTIPLES) + HALVINGS if wide else 0):
-            room = _Room(step, num_rows)
-            rows = room.filled_by(rows_in_turn, share, _MULTIPLES, forced, policies)
+            rows = _filled_in_turn(step, num_rows, policies, share, forced)
             if rows is not None:
                 found = True
                 yield rows
@@ -191,52 +204,105 @@ def _in_turn(step: "Step", num_rows: int, policies: Int64Array, *, wide: bool) -
             return
 
 
+def _filled_in_turn(step: "Step", num_rows: int, policies: Int64Array, share: int, forced: int) -> _Rows | None:
+    """Each row takes of the waiting samples what wastes least; None where the last one cannot hold what is left."""
+    from megatron_packing.schedule.group_rows import most_worth_it
+
+    rows, waiting = _Rows(step, num_rows), np.arange(len(step.work_N))
+    for row in range(num_rows):
+        if not len(waiting):
+            break
+        groups, group_of = rows.groups[row], np.empty_like(waiting)
+        rows_after = num_rows - 1 - row
+        if rows_after:
+            first = forced if row == 0 else -1
+            found, busiest = most_worth_it(
+                step, waiting, rows_after, share, _MULTIPLES, first, policies, groups, group_of
+            )
+        else:
+            found, busiest = _hold_all(step, waiting, 3, policies, groups, group_of)
+        if not found:
+            return None
+        placed = group_of >= 0
+        if rows_after:
+            busiest = _polish(step, waiting[placed], busiest, policies, groups, group_of, placed)
+        rows.put(row, waiting[placed], group_of[placed], busiest)
+        waiting = waiting[~placed]
+    return None if len(waiting) else rows
+
+
+def _hold_all(
+    step: "Step", samples: Int64Array, factor: int, policies: Int64Array, groups: Int64Array, group_of: Int64Array
+) -> tuple[int, int]:
+    """`fit_row` from the least that the busiest rank must do to `factor` times that."""
+    from megatron_packing.schedule.group_rows import FINE, fit_row
+
+    low = max(int(step.least_N[samples].max()), -(-int(step.work_N[samples].sum()) // int(step.sizes_K[-1])))
+    found, busiest = fit_row(
+        step, samples, low - low // FINE, low * factor, _LAST_ROW_TRIES, policies, groups, group_of
+    )
+    return int(found), int(busiest)
+
+
+def _polish(
+    step: "Step",
+    samples: Int64Array,
+    busiest: int,
+    policies: Int64Array,
+    groups: Int64Array,
+    group_of: Int64Array,
+    placed: npt.NDArray[np.bool_],
+) -> int:
+    """The same samples in better groups, where there are any; returns what the busiest rank then does."""
+    from megatron_packing.schedule.group_rows import fit_row
+
+    better, better_of = np.empty_like(groups), np.empty_like(samples)
+    low = int(step.work_N[samples].sum()) // int(step.sizes_K[-1])
+    found, least = fit_row(step, samples, low, int(busiest), _POLISH_TRIES, policies, better, better_of)
+    if not found or least >= busiest:
+        return int(busiest)
+    groups[:found], group_of[placed] = better[:found], better_of
+    return int(least)
+
+
 def _by_content(step: "Step", num_rows: int, policies: Int64Array) -> Iterator[_Rows]:
-    """Rows whose samples are chosen first."""
-    from megatron_packing.schedule.group_rows import rows_by_content
+    """Rows whose samples are chosen first, then the groups of each."""
+    from megatron_packing.schedule.group_rows import share_out
 
     for by_work in (True, False):
-        rows = _Room(step, num_rows).filled_by(rows_by_content, by_work, policies)
-        if rows is not None:
+        rows = _Rows(step, num_rows)
+        shared = share_out(step, num_rows, by_work, rows.row_of)
+        if shared and all(_grouped(step, rows, row, policies) for row in range(num_rows)):
             yield rows
 
 
-class _Room:
-    """Arrays that a compiled search writes its rows in."""
-
-    def __init__(self, step: "Step", num_rows: int) -> None:
-        from megatron_packing.schedule.group_rows import COLUMNS
-
-        num_samples, ranks = len(step.work_N), int(step.sizes_K[-1] // step.sizes_K[0])
-        self._step, self._num_rows = step, num_rows
-        self._row_of = np.zeros(num_samples, dtype=np.int64)
-        self._group_of = np.zeros(num_samples, dtype=np.int64)
-        self._groups = np.zeros((num_rows, ranks, COLUMNS), dtype=np.int64)
-        self._counts = np.zeros(num_rows, dtype=np.int64)
-
-    def filled_by(self, search: Any, *options: Any) -> _Rows | None:
-        """What the search finds; None where it does not hold every sample."""
-        arrays = (self._row_of, self._group_of, self._groups, self._counts)
-        total = int(search(self._step, self._num_rows, *options, *arrays))
-        if total < 0:
-            return None
-        return _Rows(total=total, row_of=self._row_of, group_of=self._group_of, groups=self._groups)
+def _grouped(step: "Step", rows: _Rows, row: int, policies: Int64Array) -> bool:
+    """Whether a row's samples could be held in groups; then they are."""
+    samples = np.flatnonzero(rows.row_of == row)
+    if not len(samples):
+        return True
+    group_of = np.empty_like(samples)
+    found, busiest = _hold_all(step, samples, 4, policies, rows.groups[row], group_of)
+    if found:
+        rows.put(row, samples, group_of, busiest)
+    return bool(found)
 
 
 def _one_by_one(step: "Step") -> _Rows:
     """As many rows as it takes, each filled without a ceiling: always possible, for tiny capacities and counts."""
-    from megatron_packing.schedule.group_rows import COLUMNS, TIGHTEST, fill_row
+    from megatron_packing.schedule.group_rows import TIGHTEST, fill_row
 
-    ranks = int(step.sizes_K[-1] // step.sizes_K[0])
+    filled: list[tuple[Int64Array, Int64Array, Int64Array]] = []
     waiting = np.arange(len(step.work_N))
-    row_of, group_of = np.zeros_like(waiting), np.zeros_like(waiting)
-    rows: list[Int64Array] = []
-    no_ceiling = np.int64(2**40)  # times ranks must stay within 64 bits
+    no_ceiling = int(_ALL_WORK)  # times ranks must stay within 64 bits
     while len(waiting):
-        groups, chosen = np.zeros((ranks, COLUMNS), dtype=np.int64), np.empty_like(waiting)
-        fill_row(step, waiting, no_ceiling, TIGHTEST, groups, chosen)
-        placed = waiting[chosen >= 0]
-        row_of[placed], group_of[placed] = len(rows), chosen[chosen >= 0]
-        waiting = waiting[chosen < 0]
-        rows.append(groups)
-    return _Rows(total=0, row_of=row_of, group_of=group_of, groups=np.stack(rows))
+        groups, group_of = _Rows(step, 1).groups[0], np.empty_like(waiting)
+        fill_row(step, waiting, no_ceiling, TIGHTEST, groups, group_of)
+        placed = group_of >= 0
+        filled.append((groups, waiting[placed], group_of[placed]))
+        waiting = waiting[~placed]
+    rows = _Rows(step, len(filled))
+    for row, (groups, samples, group_of) in enumerate(filled):
+        rows.groups[row] = groups
+        rows.put(row, samples, group_of, 0)
+    return rows

@@ -1,4 +1,4 @@
-"""Which samples, in which CP groups, make good microbatches? The search of `dynamic_cp`, compiled; 0.1 to 2 ms a try.
+"""Which samples, in which CP groups, make a good microbatch? The search of `dynamic_cp`, compiled; 0.1 to 1 ms a row.
 
 A row is one microbatch: groups of ranks, each with its samples. Rows are filled one after the other, longest sample
 first, under a *ceiling* on what any rank may have to do; what does not fit waits for the next row. Many ceilings are
@@ -59,11 +59,8 @@ OPEN_EAGERLY = 8  # rather open a group than join any
 
 HALVINGS = 6
 """Sizes at which the longest sample's own load is tried as a ceiling: all ranks, half of them, and so on."""
-_FINE = 1000
+FINE = 1000
 """A search for the lowest ceiling ends where its bounds differ by less than this part of them."""
-_LAST_ROW_TRIES = 14
-_POLISH_TRIES = 8
-_IMPOSSIBLE = -1
 _NOT_TRIED = np.int64(-1)
 
 
@@ -206,14 +203,24 @@ def fit_row(step, waiting, low, high, tries, policies, groups, group_of):  # typ
                 break
             else:
                 below = ceiling
-            if above - below <= above // _FINE:
+            if above - below <= above // FINE:
                 break
     return best_groups, best
 
 
 @compiled
-def _most_worth_it(step, waiting, rows_after, share, ceilings, policies, groups, group_of):  # type: ignore[no-untyped-def]
-    """Fill a row that other rows follow: of many ceilings, the one that wastes least. Returns as `fit_row`."""
+def most_worth_it(step, waiting, rows_after, share, multiples, forced, policies, groups, group_of):  # type: ignore[no-untyped-def]
+    """Fill a row that other rows follow: of many ceilings, the one that wastes least. Returns as `fit_row`.
+
+    Args:
+        rows_after: rows that follow.
+        share: thousandths of their room that this row may count on.
+        multiples: ceilings to try, in thousandths of the mean rank's work in a row; see `_ceilings` for others.
+        forced: which of the ceilings is taken; -1: the best.
+    """
+    ceilings = _ceilings(step, waiting, rows_after, multiples)
+    if forced >= 0:
+        ceilings = ceilings[forced : forced + 1]
     trial, trial_of = np.empty_like(groups), np.empty_like(group_of)
     ranks = step.sizes_K[-1]
     fewest = np.int64(0)
@@ -275,79 +282,12 @@ def _own_ceiling(step, sample, halvings):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def rows_in_turn(step, num_rows, share, multiples, forced, policies, row_of, group_of, groups_M, counts_M):  # type: ignore[no-untyped-def]
-    """Fill row after row. Returns the sum over rows of what the busiest rank does; -1 where samples are left over.
-
-    Args:
-        share: thousandths of the room of later rows that a row may count on.
-        multiples: ceilings to try, in thousandths of the mean rank's work in a row.
-        forced: the candidate that the first row takes; -1 leaves it the choice.
-        row_of, group_of: get the row and the group of each sample.
-        groups_M, counts_M: get the groups of each row and their number.
-    """
-    waiting = np.arange(len(step.work_N))
-    total = np.int64(0)
-    for row in range(num_rows):
-        counts_M[row] = 0
-        if len(waiting) == 0:
-            continue
-        groups, chosen = groups_M[row], np.empty(len(waiting), np.int64)
-        if row == num_rows - 1:
-            num_groups, busiest = _fit_last(step, waiting, 3, policies, groups, chosen)
-        else:
-            ceilings = _ceilings(step, waiting, num_rows - 1 - row, multiples)
-            if row == 0 and forced >= 0:
-                ceilings = ceilings[forced : forced + 1]
-            num_groups, busiest = _most_worth_it(
-                step, waiting, num_rows - 1 - row, share, ceilings, policies, groups, chosen
-            )
-            if num_groups > 0:
-                num_groups, busiest = _polish(step, waiting, busiest, policies, groups, num_groups, chosen)
-        if num_groups == 0:
-            return np.int64(_IMPOSSIBLE)
-        for place, sample in enumerate(waiting):
-            if chosen[place] >= 0:
-                row_of[sample], group_of[sample] = row, chosen[place]
-        waiting = waiting[chosen < 0]
-        counts_M[row] = num_groups
-        total += busiest
-    return total if len(waiting) == 0 else np.int64(_IMPOSSIBLE)
-
-
-@compiled
-def _fit_last(step, waiting, factor, policies, groups, group_of):  # type: ignore[no-untyped-def]
-    """`fit_row` from the least that the busiest rank must do to `factor` times that."""
-    work, floor = np.int64(0), np.int64(0)
-    for sample in waiting:
-        work += step.work_N[sample]
-        floor = max(floor, step.least_N[sample])
-    low = max(floor, -(-work // step.sizes_K[-1]))
-    return fit_row(step, waiting, low - low // _FINE, low * factor, _LAST_ROW_TRIES, policies, groups, group_of)
-
-
-@compiled
-def _polish(step, waiting, busiest, policies, groups, num_groups, group_of):  # type: ignore[no-untyped-def]
-    """The same samples in better groups, where there are any. Returns as `fit_row`."""
-    inside = group_of >= 0
-    samples = waiting[inside]
-    work = np.int64(0)
-    for sample in samples:
-        work += step.work_N[sample]
-    better, better_of = np.empty_like(groups), np.empty(len(samples), np.int64)
-    found, least = fit_row(step, samples, work // step.sizes_K[-1], busiest, _POLISH_TRIES, policies, better, better_of)
-    if found == 0 or least >= busiest:
-        return num_groups, busiest
-    groups[:found] = better[:found]
-    group_of[inside] = better_of
-    return found, least
-
-
-@compiled
-def rows_by_content(step, num_rows, by_work, policies, row_of, group_of, groups_M, counts_M):  # type: ignore[no-untyped-def]
-    """Choose each row's samples first, by tokens over all ranks, then its groups. Returns as `rows_in_turn`.
+def share_out(step, num_rows, by_work, row_of):  # type: ignore[no-untyped-def]
+    """Choose the row of each sample by tokens over all ranks; returns whether every sample has one.
 
     Args:
         by_work: a sample goes in the row with the least work; else in the fullest, each if it holds it.
+        row_of: gets the row of each sample.
     """
     tokens_M, work_M = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
     for sample in range(len(step.work_N)):
@@ -358,20 +298,8 @@ def rows_by_content(step, num_rows, by_work, policies, row_of, group_of, groups_
             ):
                 best = row
         if best < 0:
-            return np.int64(_IMPOSSIBLE)
+            return False
         row_of[sample] = best
         tokens_M[best] += step.fewest_N[sample]
         work_M[best] += step.work_N[sample]
-    total = np.int64(0)
-    for row in range(num_rows):
-        counts_M[row] = 0
-        samples = np.flatnonzero(row_of == row)
-        if len(samples) == 0:
-            continue
-        chosen = np.empty(len(samples), np.int64)
-        counts_M[row], busiest = _fit_last(step, samples, 4, policies, groups_M[row], chosen)
-        if counts_M[row] == 0:
-            return np.int64(_IMPOSSIBLE)
-        group_of[samples] = chosen
-        total += busiest
-    return total
+    return True
