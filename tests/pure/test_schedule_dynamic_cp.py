@@ -226,7 +226,7 @@ def busiest(groups: dict[int, list[int]], sizes: tuple[int, ...], per_rank: int,
     return most
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     st.lists(st.sampled_from([4, 8, 12, 16, 24, 32]), min_size=1, max_size=4),
     st.sampled_from([2, 4]),
