@@ -33,6 +33,8 @@ class PackingConfig:
     """Padded tokens that one DP x CP rank may hold; the capacity of a pack is this times CP."""
     max_seqs: int | None = None
     """Most samples in one pack; None: no limit."""
+    balance: str = "auto"
+    """What a scheduler that balances keeps small, of `schedule.BALANCES`."""
     dataset: str = "varlen"
     """varlen, sft, mock, preference, or module:Class of a user's own dataset."""
     mock_config: str | None = None

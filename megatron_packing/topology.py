@@ -28,6 +28,8 @@ class Topology:
     """Virtual pipeline stages (model chunks) on each rank; 1 means no interleaving."""
     ep: int = 1
     """Expert-parallel ranks."""
+    fsdp: bool = False
+    """Whether parameters are sharded over data parallelism, so that ranks meet in every layer."""
     sequence_parallel: bool = False
     """Whether activations are split along the sequence over the TP ranks."""
 
@@ -44,7 +46,11 @@ class Topology:
         Context parallelism cuts a sample in 2*CP chunks (zigzag); sequence parallelism cuts each
         rank's share in TP parts.
         """
-        return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
+        return self.alignment_of(self.cp)
+
+    def alignment_of(self, cp: int) -> int:
+        """`alignment` for a pack that `cp` ranks share, whatever the CP of the others."""
+        return (2 * cp if cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
 
     def check_capacity(self, max_tokens_per_rank: int) -> None:
         """Refuse a capacity that padded samples cannot fill: whatever fits unpadded must also fit padded.

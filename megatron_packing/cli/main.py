@@ -7,6 +7,7 @@ import typer
 from megatron_packing import __version__
 from megatron_packing.cli.inspection import inspect
 from megatron_packing.cli.output import PROGRAM, reports_errors
+from megatron_packing.cli.pack import pack
 from megatron_packing.cli.plan import plan
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 
 app.command("plan")(reports_errors(plan))
+app.command("pack")(reports_errors(pack))
 # Training's own parser reads its flags, --help included, and refuses what it does not know.
 _ALL_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command("inspect", context_settings=_ALL_WORDS)(reports_errors(inspect))

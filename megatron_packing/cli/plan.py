@@ -4,7 +4,7 @@ Cost: 3 to 6 s for a million lengths, a scheduler.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -18,13 +18,34 @@ from megatron_packing.cli.output import console, print_json, say
 from megatron_packing.cli.padded import PaddedAccount, padded_account
 from megatron_packing.data.progress import progress_bar
 from megatron_packing.errors import CapacityError, ConfigError
-from megatron_packing.schedule import SCHEDULERS, CostModel, Metrics, make_plan, mean_metrics
+from megatron_packing.schedule import (
+    CHOOSES_GROUPS,
+    NOT_IN_TRAINING,
+    SCHEDULERS,
+    CostModel,
+    GroupSizes,
+    Metrics,
+    check_scheduler,
+    imbalance,
+    make_plan,
+    mean_metrics,
+    objective,
+    warm_up,
+)
 from megatron_packing.topology import Topology
 
 type Int64Array = npt.NDArray[np.int64]
 
 _LONG_WORK = 200_000
 """Lengths to plan, all schedulers together, from which a progress bar is worth its place: about a second."""
+
+
+_MOST_TO_RECOMMEND = 100_000
+"""Samples of a step up to which `balanced` is looked at: more are a whole set and no step."""
+_STEPS_TO_RECOMMEND = 50
+"""Steps that are planned to look at it, spread over all: less than a second, as a rule."""
+_WORTH_RECOMMENDING = 1.01
+"""How many times longer steps must be for another scheduler to be recommended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +58,20 @@ class _Setting:
     """Tokens that the padded baseline pads to; also the longest sample."""
     max_seqs: int | None
     cost: CostModel
+    balance: str
+    """What `balanced` keeps small."""
+    group_sizes: GroupSizes
+    widest_cp: int
+    """Ranks that share the largest pack which every scheduler can make."""
 
     @property
     def capacity(self) -> int:
-        return self.max_tokens_per_rank * self.topology.cp
+        return self.max_tokens_per_rank * self.widest_cp
+
+    @property
+    def capacity_of(self) -> str:
+        """The capacity, in words."""
+        return f"{self.capacity:,} = {self.max_tokens_per_rank:,} per rank x CP {self.widest_cp}"
 
     def metrics(self, lengths: Int64Array, scheduler: str) -> Metrics:
         """The metrics of one step."""
@@ -51,6 +82,8 @@ class _Setting:
             max_tokens_per_rank=self.max_tokens_per_rank,
             max_seqs=self.max_seqs,
             cost=self.cost,
+            group_sizes=self.group_sizes,
+            balance=self.balance,
         )
         return plan.metrics(lengths)
 
@@ -63,6 +96,8 @@ def plan(
     dp: Annotated[int, typer.Option("--dp", "--data-parallel-size", min=1, help="Data-parallel ranks.")] = 1,
     cp: Annotated[int, typer.Option("--cp", "--context-parallel-size", min=1, help="Context-parallel ranks.")] = 1,
     tp: Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", min=1, help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", min=1, help="Pipeline stages.")] = 1,
+    ep: Annotated[int, typer.Option("--ep", "--expert-model-parallel-size", min=1, help="Expert-parallel ranks.")] = 1,
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Pad to multiples of TP too, as sequence parallelism asks for.")
     ] = False,
@@ -84,6 +119,13 @@ def plan(
             help=f"One of {', '.join(SCHEDULERS)}; repeat to compare. Default: first_fit.",
         ),
     ] = None,
+    packing_balance: Annotated[
+        str,
+        typer.Option(
+            help="What balanced keeps small: the busiest rank's work over the step, or in each microbatch (lockstep). "
+            "auto: lockstep with --pp or --ep above 1, else step."
+        ),
+    ] = "auto",
     max_seqs: Annotated[
         int | None, typer.Option("--max-seqs", "--thd-max-packed-sequences", min=1, help="Most samples in one pack.")
     ] = None,
@@ -91,6 +133,15 @@ def plan(
         float, typer.Option(help="Work of a token, in query-key pairs; 24576 is about a dense model of 7B parameters.")
     ] = 0.0,
     cost_quadratic: Annotated[float, typer.Option(help="Work of a query-key pair.")] = 1.0,
+    cost_communication: Annotated[
+        float, typer.Option(help="Work of a token, on every rank, where several ranks share its pack.")
+    ] = 0.0,
+    min_dynamic_context_parallel_size: Annotated[
+        int, typer.Option(help="dynamic_cp: ranks of the smallest group; groups have 1, 2, 4, ... times as many.")
+    ] = 1,
+    any_group_size: Annotated[
+        bool, typer.Option("--any-group-size", help="dynamic_cp: groups have any multiple of the smallest's ranks.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Shuffles lengths given as counts; a list keeps its order.")] = 1234,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of tables.")] = False,
 ) -> None:
@@ -98,14 +149,17 @@ def plan(
 
     Steps are consecutive global batches; an incomplete last one is left out. Needs neither torch nor a GPU.
     """
+    names = list(dict.fromkeys(map(check_scheduler, scheduler or ["first_fit"])))
     setting = _setting(
-        topology=Topology(dp=dp, cp=cp, tp=tp, sequence_parallel=sequence_parallel),
+        topology=Topology(dp=dp, cp=cp, tp=tp, pp=pp, ep=ep, sequence_parallel=sequence_parallel),
         max_tokens_per_rank=max_seqlen_per_dp_cp_rank,
         seq_length=seq_length,
         max_seqs=max_seqs,
-        cost=CostModel(linear=cost_linear, quadratic=cost_quadratic),
+        cost=CostModel(linear=cost_linear, quadratic=cost_quadratic, communication=cost_communication),
+        group_sizes=GroupSizes(smallest=min_dynamic_context_parallel_size, any_size=any_group_size),
+        schedulers=names,
+        balance=packing_balance,
     )
-    names = list(dict.fromkeys(scheduler or ["first_fit"]))
     for name in names:  # no samples are a valid step: it refuses a wrong setting before a large file is read
         setting.metrics(np.zeros(0, dtype=np.int64), name)
     if setting.topology.pad(setting.seq_length) > setting.capacity:
@@ -116,14 +170,26 @@ def plan(
         )
     all_lengths = load_lengths(lengths, seed)
     _check_fit(all_lengths, lengths, setting, seq_length_given=seq_length is not None)
+    for name in names:
+        if name in NOT_IN_TRAINING:
+            say("note", f"training refuses {name}: {NOT_IN_TRAINING[name]}.")
     steps = _steps(all_lengths, lengths, global_batch_size)
     account = padded_account(np.concatenate(steps), setting.seq_length)
     metrics = _metrics_by_scheduler(steps, names, setting)
+    recommended = _recommended(steps, metrics, setting)
     if as_json:
         by_name = {name: one.as_dict() for name, one in metrics.items()}
-        print_json({"padded": account.as_dict(), "schedulers": by_name})
+        print_json(
+            {
+                "padded": account.as_dict(),
+                "schedulers": by_name,
+                "recommended": None if recommended is None else asdict(recommended),
+            }
+        )
     else:
         _print_tables(account, metrics, setting, samples=len(steps) * len(steps[0]))
+        if recommended is not None:
+            console().print(recommended.in_words())
 
 
 def _setting(
@@ -133,6 +199,9 @@ def _setting(
     seq_length: int | None,
     max_seqs: int | None,
     cost: CostModel,
+    group_sizes: GroupSizes,
+    schedulers: Sequence[str],
+    balance: str,
 ) -> _Setting:
     """The setting with its defaults filled in, as training fills them in."""
     if max_tokens_per_rank is None:
@@ -142,19 +211,23 @@ def _setting(
                 "--seq-length to take it from."
             )
         max_tokens_per_rank = topology.pad(seq_length) // topology.cp
+    widest_cp = topology.cp * (topology.dp if CHOOSES_GROUPS.issuperset(schedulers) else 1)
     return _Setting(
         topology=topology,
         max_tokens_per_rank=max_tokens_per_rank,
-        seq_length=seq_length or max_tokens_per_rank * topology.cp,
+        widest_cp=widest_cp,
+        seq_length=seq_length or max_tokens_per_rank * widest_cp,
         max_seqs=max_seqs,
         cost=cost,
+        group_sizes=group_sizes,
+        balance=balance,
     )
 
 
 def _check_fit(lengths: Int64Array, path: Path, setting: _Setting, *, seq_length_given: bool) -> None:
     """No length is above what a sample or a pack may have; checked before planning, to name the place in the file."""
     sample = f"--seq-length is {setting.seq_length:,}"
-    pack = f"a pack holds {setting.capacity:,} = {setting.max_tokens_per_rank:,} per rank x CP {setting.topology.cp}"
+    pack = f"a pack holds {setting.capacity_of}"
     limits = [(setting.seq_length, sample, "Raise --seq-length")] if seq_length_given else []
     for limit, what, remedy in [*limits, (setting.capacity, pack, "Raise --max-seqlen-per-dp-cp-rank")]:
         too_long = np.flatnonzero(lengths > limit)
@@ -188,9 +261,52 @@ def _metrics_by_scheduler(steps: Sequence[Int64Array], names: Sequence[str], set
     means = {}
     with progress_bar(wanted=len(names) * len(steps) * len(steps[0]) >= _LONG_WORK) as progress:
         for name in names:
+            warm_up(name)
             of_steps = progress.track(steps, description=f"planning with {name}")
             means[name] = mean_metrics([setting.metrics(step, name) for step in of_steps])
     return means
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recommended:
+    """A scheduler under which steps are shorter than under those that were asked for."""
+
+    scheduler: str
+    balance: str
+    """What decides how long a step takes here: `step` or `lockstep`."""
+    imbalance: float
+    """A step takes this many times the mean rank's work; mean over steps."""
+    in_place_of: str
+    """The best of those asked for."""
+    its_imbalance: float
+
+    def in_words(self) -> str:
+        return (
+            f"Recommended: --sequence-packing-scheduler {self.scheduler}. A step takes {self.imbalance:.3f} times the "
+            f"mean rank's work; with {self.in_place_of} {self.its_imbalance:.3f} times ({self.balance} imbalance), so "
+            f"that {1 - self.imbalance / self.its_imbalance:.0%} of a step goes."
+        )
+
+
+def _recommended(steps: Sequence[Int64Array], metrics: dict[str, Metrics], setting: _Setting) -> _Recommended | None:
+    """`balanced`, asked for or not, if steps are shorter with it. None for one rank, which waits for nobody."""
+    kept_small = objective(setting.balance, setting.topology)
+    replaceable = metrics.keys() - {"balanced", *NOT_IN_TRAINING}
+    others = {name: imbalance(one, kept_small) for name, one in metrics.items() if name in replaceable}
+    if setting.topology.dp == 1 or not others or len(steps[0]) > _MOST_TO_RECOMMEND:
+        return None
+    best = min(others, key=lambda name: others[name])
+    looked_at = steps[:: -(-len(steps) // _STEPS_TO_RECOMMEND)]
+    warm_up("balanced")
+    ours, theirs = (
+        imbalance(mean_metrics([setting.metrics(step, name) for step in looked_at]), kept_small)
+        for name in ("balanced", best)
+    )
+    if theirs < _WORTH_RECOMMENDING * ours:
+        return None
+    return _Recommended(
+        scheduler="balanced", balance=kept_small, imbalance=ours, in_place_of=best, its_imbalance=theirs
+    )
 
 
 # --- for humans -----------------------------------------------------------------------------------

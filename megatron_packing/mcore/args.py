@@ -20,10 +20,11 @@ from megatron_packing.config import (
     samples_kept_together,
 )
 from megatron_packing.errors import ConfigError
-from megatron_packing.schedule import check_scheduler
+from megatron_packing.schedule import BALANCES, check_scheduler, check_trainable, objective
 from megatron_packing.topology import Topology
 
 DEFAULT_SCHEDULER = "first_fit"
+DYNAMIC_SCHEDULER = "dynamic_cp"
 DATA_GROUP = "data for sequence packing (megatron_packing)"
 PACKING_GROUP = "sequence packing (megatron_packing)"
 LOCAL_SPEC = ["megatron_packing.mcore.attention_spec", "local_layer_spec"]
@@ -133,7 +134,7 @@ def _add_packing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--sequence-packing-scheduler",
         type=str,
         default=None,
-        help="how samples are packed: first_fit (default) or dp_balanced; with --sft, packs SFT rows",
+        help="how samples are packed: first_fit (default), dp_balanced or balanced; with --sft, packs SFT rows",
     )
     add(
         "--max-seqlen-per-dp-cp-rank",
@@ -141,7 +142,26 @@ def _add_packing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         default=None,
         help="padded tokens that a rank holds in one microbatch; default: --seq-length / CP, rounded up",
     )
+    add(
+        "--dynamic-context-parallel",
+        action="store_true",
+        help="groups of ranks chosen for every microbatch, as --sequence-packing-scheduler dynamic_cp; only to be "
+        "looked at with megatron-packing plan yet",
+    )
+    add(
+        "--min-dynamic-context-parallel-size",
+        type=int,
+        default=1,
+        help="ranks of the smallest such group (default: 1)",
+    )
     add("--thd-max-packed-sequences", type=int, default=None, help="most samples in one pack")
+    add(
+        "--packing-balance",
+        choices=BALANCES,
+        default="auto",
+        help="what balanced keeps small: the busiest rank's work over the whole step, or in each microbatch (lockstep; "
+        "auto: with PP, EP or FSDP)",
+    )
     add(
         "--packing-attention",
         choices=ATTENTION_BACKENDS,
@@ -178,6 +198,8 @@ def wants_packing(args: argparse.Namespace) -> bool:
         or args.varlen_sbhd_validation
         or args.packing_dataset is not None
         or args.sequence_packing_scheduler is not None
+        or args.dynamic_context_parallel
+        or args.min_dynamic_context_parallel_size != 1
     )
 
 
@@ -194,7 +216,7 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
     scheduler = _scheduler(args)
     for name in (scheduler, args.packing_eval_scheduler):
         if name is not None:
-            check_scheduler(name)
+            check_trainable(name)
     attention = _attention(args, packed=scheduler is not None)
     check_megatron_flags(vars(args), packed=scheduler is not None, attention=attention)
     topology = topology_of(args, world)
@@ -212,6 +234,7 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         scheduler=scheduler,
         max_tokens_per_rank=capacity,
         max_seqs=args.thd_max_packed_sequences,
+        balance=args.packing_balance,
         dataset=dataset,
         mock_config=args.varlen_mock_dataset_config_json,
         shuffle=args.packing_shuffle,
@@ -259,6 +282,10 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
             f"scheduler {config.scheduler}, capacity {config.capacity} tokens = {config.max_tokens_per_rank} per rank "
             f"x CP {config.topology.cp}, alignment {config.topology.alignment}"
         )
+        if config.scheduler == "balanced":
+            said.append(
+                f"balanced: keeps the busiest rank's work small, {_MEANING[objective(config.balance, config.topology)]}"
+            )
         if args.num_experts and (any(_as_list(args.moe_aux_loss_coeff)) or args.moe_z_loss_coeff):
             said.append(
                 "auxiliary losses of the experts' router are computed microbatch by microbatch, so that they depend on "
@@ -270,6 +297,9 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
                 "chance; set both dropouts to 0 to compare them"
             )
     return said
+
+
+_MEANING = {"step": "over the whole step (step)", "lockstep": "in each microbatch (lockstep)"}
 
 
 def topology_of(args: argparse.Namespace, world: int | None = None) -> Topology:
@@ -296,6 +326,7 @@ def topology_of(args: argparse.Namespace, world: int | None = None) -> Topology:
         pp=pp,
         vpp=2 if interleaved else 1,  # the exact number is Megatron's to work out; more than one is what matters
         ep=args.expert_model_parallel_size,
+        fsdp=bool(args.use_torch_fsdp2 or args.use_megatron_fsdp),
         sequence_parallel=bool(args.sequence_parallel),
     )
 
@@ -333,14 +364,33 @@ def _dataset(args: argparse.Namespace) -> str:
 
 
 def _scheduler(args: argparse.Namespace) -> str | None:
+    named = _named_scheduler(args)
     if not args.varlen_sbhd_validation:
-        return args.sequence_packing_scheduler or DEFAULT_SCHEDULER
-    if args.sequence_packing_scheduler is not None:
+        return named or DEFAULT_SCHEDULER
+    if named is not None:
         raise ConfigError(
-            f"--varlen-sbhd-validation with --sequence-packing-scheduler {args.sequence_packing_scheduler}: the "
-            "reference run does not pack. Drop one of them."
+            f"--varlen-sbhd-validation with --sequence-packing-scheduler {named}: the reference run does not pack. "
+            "Drop one of them."
         )
     return None
+
+
+def _named_scheduler(args: argparse.Namespace) -> str | None:
+    """What --sequence-packing-scheduler says, or --dynamic-context-parallel says in its place."""
+    named: str | None = args.sequence_packing_scheduler
+    if not args.dynamic_context_parallel:
+        if args.min_dynamic_context_parallel_size != 1:
+            raise ConfigError(
+                f"--min-dynamic-context-parallel-size {args.min_dynamic_context_parallel_size}: without "
+                "--dynamic-context-parallel every group has --context-parallel-size ranks. Drop the flag."
+            )
+        return named
+    if named is not None and check_scheduler(named) != DYNAMIC_SCHEDULER:
+        raise ConfigError(
+            f"--dynamic-context-parallel with --sequence-packing-scheduler {named}: it is a scheduler of its own. Drop "
+            "one of them."
+        )
+    return named or DYNAMIC_SCHEDULER
 
 
 def _attention(args: argparse.Namespace, *, packed: bool) -> str:

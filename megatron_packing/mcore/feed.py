@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron_packing.comm.broadcast import ModelParallel, share_packs
 from megatron_packing.config import PackingConfig
+from megatron_packing.mcore.costs import cost_of_model
 from megatron_packing.mcore.iterator import StepFigures, StepPacker
 from megatron_packing.mcore.lost import LostInStep
 from megatron_packing.thd import PackShare, share_of_rank
@@ -99,15 +100,18 @@ def _find_place() -> ModelParallel:
 def _make_packer(config: PackingConfig, chunks: list[nn.Module], place: ModelParallel) -> StepPacker:
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
+    from megatron.training.global_vars import get_args
 
+    model = get_model_config(chunks[0])
     # Interleaved stages run microbatches in groups, none of which may be cut.
-    multiple = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
+    multiple = model.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
     return StepPacker(
         config,
         group=parallel_state.get_data_parallel_group(),
         siblings=parallel_state.get_data_parallel_group(with_context_parallel=True) if place.cp_size > 1 else None,
         device=place.device,
         microbatch_multiple=multiple,
+        cost=cost_of_model(model, vocabulary=get_args().padded_vocab_size),
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from megatron_packing.config import PackingConfig
 from megatron_packing.errors import ConfigError
 from megatron_packing.mcore import compat
+from megatron_packing.schedule import warm_up
 
 _installed = False
 _dry_run = False
@@ -135,6 +136,7 @@ def _chain_pretrain() -> None:
             dataset_provider = make_provider(_config)
             if _config.packed:
                 _replace_get_batch(forward_step_func)
+                warm_up(_config.scheduler or "")  # compiles now what the first step would wait for
         try:
             return original(cfg_container, dataset_provider, model_type, forward_step_func, *rest, **keywords)
         finally:  # Megatron leaves through sys.exit where --exit-interval and its kin say so

@@ -20,9 +20,10 @@ from megatron_packing.comm.lengths import GatheredLengths, check_same, gather_le
 from megatron_packing.config import PackingConfig
 from megatron_packing.errors import PackingError
 from megatron_packing.mcore import peers
+from megatron_packing.mcore.costs import advise
 from megatron_packing.mcore.lost import Lost, LostInStep, LostRows
 from megatron_packing.mcore.watch import ReadLimit
-from megatron_packing.schedule import Pack, Plan, make_plan
+from megatron_packing.schedule import ATTENTION_ONLY, BalanceAdvice, CostModel, Pack, Plan, make_plan
 from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, dummy_pack
 
 type Units = tuple[tuple[int, ...], ...]
@@ -73,6 +74,7 @@ class StepPacker:
         siblings: the data-parallel group with context parallelism, whose ranks must all draw and plan the same;
             None where CP is 1.
         microbatch_multiple: what the number of microbatches must be a multiple of (interleaved pipelines).
+        cost: what counts as work; the same on every rank.
     """
 
     def __init__(
@@ -83,8 +85,11 @@ class StepPacker:
         device: torch.device | str,
         siblings: dist.ProcessGroup | None = None,
         microbatch_multiple: int = 1,
+        cost: CostModel = ATTENTION_ONLY,
     ) -> None:
         self._config = config
+        self._cost = cost
+        self._advice = BalanceAdvice(balance=config.balance)
         self._siblings = siblings
         self._microbatch_multiple = microbatch_multiple
         self._limit = ReadLimit(config.data_timeout)
@@ -151,17 +156,21 @@ class StepPacker:
                     f"--thd-max-packed-sequences {self._config.max_seqs}: {most} samples of one row must share a pack. "
                     f"Raise it to at least {most}."
                 )
+            lengths = [
+                gathered.lengths[unit[0]] if len(unit) == 1 else sum(pad(gathered.lengths[i]) for i in unit)
+                for unit in units
+            ]
             plan = make_plan(
-                [
-                    gathered.lengths[unit[0]] if len(unit) == 1 else sum(pad(gathered.lengths[i]) for i in unit)
-                    for unit in units
-                ],
+                lengths,
                 scheduler=self._config.scheduler or "",
                 topology=self._config.topology,
                 max_tokens_per_rank=self._config.max_tokens_per_rank,
                 max_seqs=None if self._config.max_seqs is None else self._config.max_seqs // most,
                 microbatch_multiple=self._microbatch_multiple,
+                cost=self._cost,
+                balance=self._config.balance,
             )
+            advise(self._advice, plan, lengths)
         except Exception as error:  # a planner of the user's own included
             failure = _as_raised(error)
         return plan, _ms_since(started), failure

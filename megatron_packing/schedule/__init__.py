@@ -1,18 +1,27 @@
 """Which rank runs which sample, and when? A pure function of lengths and topology, the same on every rank.
 
 `make_plan` takes 10 to 25 ms for 5,000 samples. Nothing here imports torch or Megatron, so a plan can be made and
-looked at anywhere. To add a planner, write a function from `Problem` to packs and name it in `SCHEDULERS`.
+looked at anywhere. To add a planner, write a function from `Problem` to packs and name it in `SCHEDULERS`; if it has
+compiled loops (`jit.py`), import them on use and name in `_WARM_UPS` what compiles them.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 
 from megatron_packing.errors import CapacityError, ConfigError
-from megatron_packing.schedule.cost import CostModel
+from megatron_packing.schedule.advice import BalanceAdvice, imbalance
+from megatron_packing.schedule.balanced import BALANCES, balanced, objective
+from megatron_packing.schedule.balanced import warm_up as _warm_up_balanced
+from megatron_packing.schedule.cost import CostModel, LatentAttention, TransformerShape
 from megatron_packing.schedule.dp_balanced import dp_balanced
+from megatron_packing.schedule.dynamic_cp import dynamic_cp
 from megatron_packing.schedule.first_fit import first_fit
+from megatron_packing.schedule.groups import GroupSizes
 from megatron_packing.schedule.metrics import Metrics, mean_metrics
+from megatron_packing.schedule.offline import PackedSet, offline, pack_set
 from megatron_packing.schedule.plan import (
+    GroupedPacks,
     Int64Array,
     Lengths,
     Microbatch,
@@ -28,32 +37,65 @@ from megatron_packing.schedule.plan import (
 from megatron_packing.topology import Topology
 
 __all__ = [
+    "ATTENTION_ONLY",
+    "BALANCES",
     "SCHEDULERS",
+    "BalanceAdvice",
     "CostModel",
+    "GroupSizes",
+    "GroupedPacks",
+    "LatentAttention",
     "Metrics",
     "Microbatch",
     "Pack",
+    "PackedSet",
     "Plan",
     "Planner",
     "Problem",
+    "TransformerShape",
     "check_plan",
     "check_scheduler",
+    "check_trainable",
     "even_counts",
+    "imbalance",
     "make_plan",
     "mean_metrics",
+    "objective",
+    "pack_set",
+    "warm_up",
 ]
 
 SCHEDULERS: dict[str, Planner] = {
     "first_fit": first_fit,
     "dp_balanced": dp_balanced,
+    "balanced": balanced,
+    "offline": offline,
+    "dynamic_cp": dynamic_cp,
 }
 """Every planner by name."""
+
+_ALIASES = {"default_dynamic_cp": "dynamic_cp"}
+"""Upstream's names for what a planner of ours does."""
+
+CHOOSES_GROUPS = frozenset({"dynamic_cp"})
+"""Planners that choose which DP x CP ranks share a pack: it may hold as much as all of them together."""
+
+NOT_IN_TRAINING = {
+    "offline": "it packs a whole set ahead of time, not a step's samples",
+    "dynamic_cp": "a run's process groups are those of a fixed context parallelism; changing ones are not proven yet",
+}
+"""Planners that training refuses, and why: `megatron-packing plan` still shows what they would do."""
+
+_WARM_UPS: dict[str, Callable[[], None]] = {"balanced": _warm_up_balanced}
+"""Planners with compiled loops, and what compiles them."""
 
 # Sequence boundaries are int32 from Megatron-Core down to the attention kernels.
 _BOUNDARY_LIMIT = 2**31
 
 _ONE_RANK = Topology()
-_ATTENTION_ONLY = CostModel(linear=0, quadratic=1)
+ATTENTION_ONLY = CostModel(linear=0, quadratic=1)
+"""What counts as work where nothing is known of the model."""
+_POWERS_OF_TWO = GroupSizes()
 
 
 def make_plan(
@@ -63,32 +105,40 @@ def make_plan(
     max_tokens_per_rank: int = 4096,
     max_seqs: int | None = None,
     microbatch_multiple: int = 1,
-    cost: CostModel = _ATTENTION_ONLY,
+    cost: CostModel = ATTENTION_ONLY,
+    balance: str = "auto",
+    group_sizes: GroupSizes = _POWERS_OF_TWO,
 ) -> Plan:
     """The checked plan of one optimizer step; equal arguments give equal plans on every rank and machine.
 
     Args:
         lengths: tokens of each sample, shape [N], in gather order. None at all gives a plan of dummies.
-        scheduler: a name in `SCHEDULERS`.
+        scheduler: a name in `SCHEDULERS`, or upstream's for one of them.
         topology: gives the DP ranks to plan for and the alignment to pad to.
         max_tokens_per_rank: padded tokens that one rank may hold of a pack; a pack's capacity is CP times that.
         max_seqs: samples that a pack may hold; None means any number.
         microbatch_multiple: what the number of microbatches must be a multiple of.
         cost: what counts as work, for planners that balance and for the plan's metrics.
+        balance: what planners that balance keep small, of `BALANCES`: the dearest rank's cost over the whole step, or
+            in each microbatch. auto: the latter where ranks meet in every microbatch (PP, EP, FSDP).
+        group_sizes: how many ranks may share a pack, for planners that choose them.
 
     Raises:
-        ConfigError: an unknown scheduler, a size below 1, or a capacity that is no multiple of the alignment.
+        ConfigError: an unknown scheduler or balance, a size below 1, or a capacity that is no multiple of the
+            alignment.
         CapacityError: a sample that fits in no pack, or a pack that could outgrow int32 boundaries.
         PackingError: lengths that are not integers of at least 1, or a planner that made a wrong plan.
     """
     started = perf_counter()
-    check_scheduler(scheduler)
+    scheduler = check_scheduler(scheduler)
     _check_sizes(max_tokens_per_rank=max_tokens_per_rank, microbatch_multiple=microbatch_multiple)
     if max_seqs is not None:
         _check_sizes(max_seqs=max_seqs)
-    topology.check_capacity(max_tokens_per_rank)
+    widest = _widest_pack(scheduler, topology, group_sizes)
+    widest.check_capacity(max_tokens_per_rank)
+    objective(balance, topology)  # refuses an unknown one whatever the scheduler
     lengths = as_lengths(lengths)
-    _check_fit(lengths, topology, max_tokens_per_rank)
+    _check_fit(lengths, widest, max_tokens_per_rank)
     padded = -(-lengths // topology.alignment) * topology.alignment
     padded.setflags(write=False)
     problem = Problem(
@@ -99,23 +149,66 @@ def make_plan(
         max_seqs=max_seqs,
         microbatch_multiple=microbatch_multiple,
         cost=cost,
+        group_sizes=group_sizes,
+        balance=balance,
     )
     plan = build_plan(SCHEDULERS[scheduler](problem), problem, scheduler)
     check_plan(plan, lengths, max_seqs, microbatch_multiple)
     return replace(plan, plan_ms=(perf_counter() - started) * 1e3)
 
 
-def check_scheduler(name: str) -> None:
-    """Refuse a name that is not in `SCHEDULERS`.
+def warm_up(scheduler: str) -> None:
+    """Do at start-up what `make_plan` would otherwise do in the first step: compile or load a planner's loops."""
+    if scheduler in _WARM_UPS:
+        _WARM_UPS[scheduler]()
+
+
+def check_scheduler(name: str) -> str:
+    """The name in `SCHEDULERS` of a planner.
+
+    Args:
+        name: that name, or upstream's.
 
     Raises:
-        ConfigError: it lists the names that are.
+        ConfigError: there is no such planner; lists those that there are.
     """
-    if name not in SCHEDULERS:
+    return _planner(name, sorted(SCHEDULERS))
+
+
+def check_trainable(name: str) -> str:
+    """The name in `SCHEDULERS` of a planner that a run may use.
+
+    Args:
+        name: that name, or upstream's.
+
+    Raises:
+        ConfigError: there is no such planner, or training refuses it; says why, and which there are.
+    """
+    usable = sorted(SCHEDULERS.keys() - NOT_IN_TRAINING.keys())
+    planner = _ALIASES.get(name, name)
+    if planner in NOT_IN_TRAINING:
         raise ConfigError(
-            f"scheduler is {name!r}; it must be one of: {', '.join(sorted(SCHEDULERS))}. Set "
-            "--sequence-packing-scheduler to one of them."
+            f"--sequence-packing-scheduler {name}: {NOT_IN_TRAINING[planner]}. `megatron-packing plan --scheduler "
+            f"{planner}` shows what it would do; train with one of: {', '.join(usable)}."
         )
+    return _planner(name, usable)
+
+
+def _planner(name: str, known: list[str]) -> str:
+    planner = _ALIASES.get(name, name)
+    if planner not in known:
+        raise ConfigError(
+            f"scheduler is {name!r}; it must be one of: {', '.join(known)}. Set --sequence-packing-scheduler to one of "
+            "them."
+        )
+    return planner
+
+
+def _widest_pack(scheduler: str, topology: Topology, group_sizes: GroupSizes) -> Topology:
+    """The topology whose packs are as large as the planner's largest: smaller groups then hold what fits them, too."""
+    if scheduler not in CHOOSES_GROUPS:
+        return topology
+    return replace(topology, dp=1, cp=group_sizes.of(topology.dp * topology.cp)[-1])
 
 
 def _check_sizes(**sizes: int) -> None:

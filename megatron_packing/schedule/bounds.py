@@ -4,6 +4,8 @@ A bound is no promise that a plan reaches it: it says where searching further is
 Imbalances are ratios over the mean rank, so 1.0 is perfect.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -52,7 +54,13 @@ def _martello_toth(ascending: Int64Array, capacity: int) -> int:
 
 
 def lockstep_lower_bound(
-    padded: Int64Array, costs: Float64Array, *, dp: int, capacity: int, max_seqs: int | None = None
+    padded: Int64Array,
+    costs: Float64Array,
+    *,
+    dp: int,
+    capacity: int,
+    max_seqs: int | None = None,
+    num_microbatches: int | None = None,
 ) -> float:
     """Least possible sum over microbatches of the busiest rank's cost, over the mean rank's cost.
 
@@ -68,6 +76,8 @@ def lockstep_lower_bound(
         dp: ranks.
         capacity: padded tokens that a pack may hold.
         max_seqs: samples that a pack may hold; None means any number.
+        num_microbatches: rows of the plans that are bounded; None: any number. Says only where to stop: a bound that
+            follows from the first rows holds for plans with more of them.
     """
     total = float(costs.sum())
     if total == 0:
@@ -80,7 +90,7 @@ def lockstep_lower_bound(
     dense_tokens, dense_cost = _before(padded[densest]), _before(costs[densest])
 
     num_samples, q, best = len(padded), 0.0, total / dp
-    for rows in range(_ROWS):
+    for rows in range(min(_ROWS, num_microbatches or _ROWS)):
         most = min(
             int(np.searchsorted(tokens_before, rows * dp * capacity, side="right")) - 1,
             int(np.searchsorted(big_before, rows * dp, side="right")) - 1,
@@ -124,6 +134,40 @@ def step_lower_bound(
     extra = np.interp(np.maximum(0, homeless), _before(padded[cheapest]), _before(costs[cheapest]))
     best = max(total / dp, float(((cost_before[k] + extra) / k).max()))
     return best / (total / dp)
+
+
+def grouped_lower_bound(
+    lengths: Int64Array,
+    costs: Float64Array,
+    talk: Float64Array,
+    *,
+    sizes: Sequence[int],
+    max_tokens_per_rank: int,
+) -> float:
+    """`lockstep_lower_bound` where a planner chooses, pack by pack, how many ranks share it.
+
+    The larger of two. A sample occupies all ranks of its group together for its cost and, on each where they are
+    several, for its communication: at least what the smallest group that holds it takes. All of that, shared equally.
+    And: the ranks of one sample's group take no less than in the group that suits it best, while all others wait.
+
+    Args:
+        lengths: tokens of each sample, shape [N].
+        costs: cost of each sample, shape [N].
+        talk: cost of each sample's communication on each rank of a group of more than one, shape [N].
+        sizes: ranks that a group may have, ascending; the last is all ranks, which hold every sample.
+        max_tokens_per_rank: tokens that a rank may hold of a pack.
+    """
+    total = float(costs.sum())
+    if total == 0:
+        return 1.0
+    sizes_K = np.array(sizes)
+    fits_KN = lengths <= sizes_K[:, None] * max_tokens_per_rank
+    talk_KN = np.where(sizes_K > 1, 1, 0)[:, None] * talk
+    smallest_N = fits_KN.argmax(axis=0)
+    together = total + float((sizes_K[:, None] * talk_KN)[smallest_N, np.arange(len(lengths))].sum())
+    alone_KN = np.where(fits_KN, costs / sizes_K[:, None] + talk_KN, np.inf)
+    ranks = sizes[-1]
+    return max(together / ranks, float(alone_KN.min(axis=0).max())) / (total / ranks)
 
 
 def _before(values: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:

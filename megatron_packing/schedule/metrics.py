@@ -9,18 +9,18 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_packing.errors import PackingError
-from megatron_packing.schedule.bounds import lockstep_lower_bound, packs_lower_bound
-from megatron_packing.schedule.plan import Lengths, Plan, as_lengths, digest_lengths
+from megatron_packing.schedule.bounds import grouped_lower_bound, lockstep_lower_bound, packs_lower_bound
+from megatron_packing.schedule.plan import Int64Array, Lengths, Plan, as_lengths, digest_lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
     """What a plan costs; of several plans (`mean_metrics`), the mean over steps unless a field says otherwise.
 
-    Every slot is accounted for: packs x capacity = real tokens + alignment_waste + tail_waste + dummy_waste.
+    Every slot is accounted for: packs x capacity = real tokens + alignment_waste + tail_waste + dummy_waste. Where the
+    planner chose groups, each pack counts with the capacity of its own.
     """
 
     steps: int
@@ -37,7 +37,8 @@ class Metrics:
     padding_tokens: float
     """Tokens that run and are not real: alignment, and one unit of alignment for each dummy."""
     step_imbalance: float
-    """The busiest rank's cost over the step / the mean rank's: what dense data parallelism waits for. 1.0: perfect."""
+    """The busiest rank's cost over the step / the mean rank's: what dense data parallelism waits for. 1.0: perfect.
+    What ranks send each other is in the busiest rank's cost and not in the mean, as it is no work of the samples."""
     lockstep_imbalance: float
     """Sum over microbatches of the busiest rank's cost / the mean rank's cost. What a step takes where ranks meet in
     every microbatch: expert parallelism, sharded parameters. 1.0: perfect."""
@@ -81,45 +82,70 @@ def measure(plan: Plan, lengths: Lengths, *, dropped: int = 0) -> Metrics:
     lengths_N = as_lengths(lengths)
     if plan.lengths_digest != digest_lengths(lengths_N):
         raise PackingError(f"The plan was made of other lengths than these {lengths_N.size}; hand in the same.")
-    alignment, dp = plan.topology.alignment, plan.topology.dp
-    padded_N = -(-lengths_N // alignment) * alignment
-    costs_N = plan.cost.of(lengths_N)
-    real, padded = int(lengths_N.sum()), int(padded_N.sum())
-    dummies = sum(pack.is_dummy for pack in plan.packs)
-    packs = len(plan.packs)
-    step, lockstep = _imbalance(plan, costs_N)
+    packs = plan.packs
+    slots = plan.num_microbatches * plan.topology.dp * plan.capacity
+    real, running = int(lengths_N.sum()), sum(pack.padded_tokens for pack in packs)
+    dummies = [pack for pack in packs if pack.is_dummy]
+    padded = running - sum(pack.padded_tokens for pack in dummies)
+    dummy_waste = sum(plan.capacity_of(pack) for pack in dummies)
+    step, lockstep = _imbalance(plan, lengths_N)
+    packs_bound, lockstep_bound = _bounds(plan, lengths_N)
     return Metrics(
         steps=1,
         microbatches_per_rank=plan.num_microbatches,
-        packs=packs,
-        packs_lower_bound=packs_lower_bound(padded_N, plan.capacity, plan.max_seqs),
-        fill=real / (packs * plan.capacity),
-        max_pack_load=max(pack.padded_tokens for pack in plan.packs) / plan.capacity,
-        padding_tokens=padded - real + dummies * alignment,
+        packs=len(packs),
+        packs_lower_bound=packs_bound,
+        fill=real / slots,
+        max_pack_load=max(pack.padded_tokens / plan.capacity_of(pack) for pack in packs),
+        padding_tokens=running - real,
         step_imbalance=step,
         lockstep_imbalance=lockstep,
-        lockstep_lower_bound=lockstep_lower_bound(
-            padded_N, costs_N, dp=dp, capacity=plan.capacity, max_seqs=plan.max_seqs
-        ),
+        lockstep_lower_bound=lockstep_bound,
         dropped=dropped,
         plan_ms=plan.plan_ms,
         alignment_waste=padded - real,
-        tail_waste=(packs - dummies) * plan.capacity - padded,
-        dummy_waste=dummies * plan.capacity,
+        tail_waste=slots - dummy_waste - padded,
+        dummy_waste=dummy_waste,
     )
 
 
-def _imbalance(plan: Plan, costs_N: npt.NDArray[np.float64]) -> tuple[float, float]:
+def _imbalance(plan: Plan, lengths_N: Int64Array) -> tuple[float, float]:
     """Step and lockstep imbalance; 1.0 both where nothing costs anything."""
     sizes_P = [len(pack.sample_ids) for pack in plan.packs]
+    ranks_P = np.array([plan.cp_size_of(pack) for pack in plan.packs])
     ids_N = np.fromiter(chain.from_iterable(pack.sample_ids for pack in plan.packs), dtype=np.int64)
     pack_of_N = np.repeat(np.arange(len(sizes_P)), sizes_P)
-    costs_P = np.bincount(pack_of_N, weights=costs_N[ids_N], minlength=len(sizes_P))
-    costs_MD = costs_P.reshape(plan.num_microbatches, plan.topology.dp)
-    mean = costs_MD.sum() / plan.topology.dp
+    costs_N = plan.cost.of(lengths_N)
+    total_P = np.bincount(pack_of_N, weights=costs_N[ids_N], minlength=len(sizes_P))
+    tokens_P = np.bincount(pack_of_N, weights=lengths_N[ids_N], minlength=len(sizes_P))
+    costs_P = total_P / ranks_P + np.where(ranks_P > 1, plan.cost.communication * tokens_P, 0.0)
+    # Of every rank in every microbatch; DP ranks stand for their CP ranks where all groups are theirs.
+    width = plan.topology.dp if plan.group_sizes is None else plan.topology.dp * plan.topology.cp
+    costs_MR = np.repeat(costs_P, 1 if plan.group_sizes is None else ranks_P).reshape(plan.num_microbatches, width)
+    mean = total_P.sum() / (plan.topology.dp * plan.topology.cp)
     if mean == 0:
         return 1.0, 1.0
-    return float(costs_MD.sum(axis=0).max() / mean), float(costs_MD.max(axis=1).sum() / mean)
+    return float(costs_MR.sum(axis=0).max() / mean), float(costs_MR.max(axis=1).sum() / mean)
+
+
+def _bounds(plan: Plan, lengths_N: Int64Array) -> tuple[int, float]:
+    """Lower bounds on packs and on lockstep imbalance, for plans of this kind."""
+    costs_N, topology = plan.cost.of(lengths_N), plan.topology
+    if plan.group_sizes is not None:
+        sizes = plan.group_sizes.of(topology.dp * topology.cp)
+        room = plan.max_tokens_per_rank * sizes[-1]
+        by_count = -(-len(lengths_N) // plan.max_seqs) if plan.max_seqs else 0
+        return max(-(-int(lengths_N.sum()) // room), by_count), grouped_lower_bound(
+            lengths_N,
+            costs_N,
+            plan.cost.communication * lengths_N.astype(np.float64),
+            sizes=sizes,
+            max_tokens_per_rank=plan.max_tokens_per_rank,
+        )
+    padded_N = -(-lengths_N // topology.alignment) * topology.alignment
+    return packs_lower_bound(padded_N, plan.capacity, plan.max_seqs), lockstep_lower_bound(
+        padded_N, costs_N, dp=topology.dp, capacity=plan.capacity, max_seqs=plan.max_seqs
+    )
 
 
 def mean_metrics(metrics: Sequence[Metrics]) -> Metrics:

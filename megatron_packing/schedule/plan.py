@@ -1,7 +1,8 @@
 """What is a plan, and when is it right? Checking one is linear in its samples, 1 to 3 ms for 5,000.
 
 A planner gets a `Problem` and answers with packs: lists of sample ids in the order in which they run, `dp` of them
-to a microbatch. Pack `i` runs in microbatch `i // dp` on DP rank `i % dp`.
+to a microbatch. Pack `i` runs in microbatch `i // dp` on DP rank `i % dp`. A planner that also chooses which ranks
+share a pack answers with `GroupedPacks`: of each microbatch the groups, in the order of the DP x CP ranks.
 
 Legend: N samples, P packs; `padded` is a length rounded up to the topology's alignment.
 """
@@ -9,7 +10,7 @@ Legend: N samples, P packs; `padded` is a length rounded up to the topology's al
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from megatron_packing.errors import PackingError
 from megatron_packing.schedule.cost import CostModel
+from megatron_packing.schedule.groups import GroupSizes
 from megatron_packing.topology import Topology
 
 if TYPE_CHECKING:
@@ -26,14 +28,19 @@ type Lengths = Sequence[int] | npt.NDArray[np.integer]
 type Int64Array = npt.NDArray[np.int64]
 
 
+_POWERS_OF_TWO = GroupSizes()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """The samples that one DP rank, with its CP group, runs at once."""
+    """The samples that one DP rank with its CP ranks, or one group of DP x CP ranks, runs at once."""
 
     sample_ids: tuple[int, ...]
     """Indices into the lengths that were planned, in the order in which the pack holds them. Empty: a dummy."""
     padded_tokens: int
     """Tokens that the pack runs. A dummy runs one unit of the topology's alignment, all of it padding."""
+    cp_size: int | None = None
+    """Ranks that share the pack, where the planner chose them; None: the topology's CP."""
 
     @property
     def is_dummy(self) -> bool:
@@ -43,10 +50,10 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """One pack for every DP rank."""
+    """One pack for every DP rank, or for every group of DP x CP ranks."""
 
     packs: tuple[Pack, ...]
-    """`packs[r]` runs on DP rank `r`."""
+    """`packs[r]` runs on DP rank `r`. Where the planner chose groups: on the next `cp_size` of the DP x CP ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +65,15 @@ class Plan:
     """Name of the planner, as in `SCHEDULERS`."""
     topology: Topology
     capacity: int
-    """Padded tokens that a pack may hold: tokens per rank x CP."""
+    """Padded tokens that a pack may hold: tokens per rank x CP. Of chosen groups see `capacity_of`."""
     max_seqs: int | None
     """Samples that a pack may hold; None means any number."""
     cost: CostModel
     """What the plan's metrics count as work."""
     lengths_digest: int
     """`digest_lengths` of the lengths that were planned: a plan of other lengths is another plan."""
+    group_sizes: GroupSizes | None = None
+    """Sizes that the planner could choose from, for the group of each pack; None: every pack has the topology's CP."""
     plan_ms: float = field(default=0.0, compare=False)
     """Milliseconds that planning took here. Differs between ranks, so neither equality nor the digest sees it."""
 
@@ -72,6 +81,19 @@ class Plan:
     def num_microbatches(self) -> int:
         """Microbatches, which is the number of packs that every DP rank runs."""
         return len(self.microbatches)
+
+    @property
+    def max_tokens_per_rank(self) -> int:
+        """Padded tokens that a rank may hold of a pack."""
+        return self.capacity // self.topology.cp
+
+    def capacity_of(self, pack: Pack) -> int:
+        """Padded tokens that the ranks which share `pack` may hold."""
+        return self.max_tokens_per_rank * self.cp_size_of(pack)
+
+    def cp_size_of(self, pack: Pack) -> int:
+        """Ranks that share `pack`."""
+        return self.topology.cp if pack.cp_size is None else pack.cp_size
 
     @property
     def packs(self) -> tuple[Pack, ...]:
@@ -82,11 +104,31 @@ class Plan:
         """The packs that one DP rank runs, in order.
 
         Raises:
-            PackingError: there is no such rank.
+            PackingError: there is no such rank, or groups are not those of DP ranks.
         """
+        if self.group_sizes is not None:
+            raise PackingError(
+                f"scheduler {self.scheduler!r} chooses groups of DP x CP ranks anew in every microbatch, so DP rank "
+                f"{dp_rank} has no packs of its own. Ask dp_cp_rank_packs."
+            )
         if not 0 <= dp_rank < self.topology.dp:
             raise PackingError(f"dp_rank is {dp_rank}; this plan has DP ranks 0 to {self.topology.dp - 1}.")
         return tuple(microbatch.packs[dp_rank] for microbatch in self.microbatches)
+
+    def dp_cp_rank_packs(self, rank: int) -> tuple[Pack, ...]:
+        """The packs that one of the DP x CP ranks has a share of, in order: whatever the groups are.
+
+        Raises:
+            PackingError: there is no such rank.
+        """
+        ranks = self.topology.dp * self.topology.cp
+        if not 0 <= rank < ranks:
+            raise PackingError(f"rank is {rank}; this plan has DP x CP ranks 0 to {ranks - 1}.")
+        found = []
+        for microbatch in self.microbatches:
+            ends = accumulate(self.cp_size_of(pack) for pack in microbatch.packs)
+            found.append(next(pack for pack, end in zip(microbatch.packs, ends, strict=True) if rank < end))
+        return tuple(found)
 
     def digest(self) -> int:
         """63 bits of everything that ranks must agree on: equal plans give equal numbers on every machine.
@@ -98,9 +140,14 @@ class Plan:
             self.topology,
             self.capacity,
             self.max_seqs,
-            (float(self.cost.linear), float(self.cost.quadratic)),  # 1 and 1.0 are the same cost
+            # 1 and 1.0 are the same cost
+            (float(self.cost.linear), float(self.cost.quadratic), float(self.cost.communication)),
             self.lengths_digest,
-            [[(pack.padded_tokens, pack.sample_ids) for pack in microbatch.packs] for microbatch in self.microbatches],
+            self.group_sizes,
+            [
+                [(pack.padded_tokens, pack.cp_size, pack.sample_ids) for pack in microbatch.packs]
+                for microbatch in self.microbatches
+            ],
         )
         return _hash63(repr(content).encode())
 
@@ -135,6 +182,15 @@ class Problem:
     microbatch_multiple: int
     """The number of microbatches must be a multiple of this (interleaved pipelines ask for it)."""
     cost: CostModel
+    balance: str
+    """What planners that balance keep small: `step`, `lockstep`, or `auto`, which the topology decides."""
+    group_sizes: GroupSizes = _POWERS_OF_TWO
+    """For planners that choose groups."""
+
+    @property
+    def max_tokens_per_rank(self) -> int:
+        """Padded tokens that a rank may hold of a pack."""
+        return self.capacity // self.topology.cp
 
     @property
     def pack_multiple(self) -> int:
@@ -142,7 +198,15 @@ class Problem:
         return self.topology.dp * self.microbatch_multiple
 
 
-type Planner = Callable[[Problem], list[list[int]]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedPacks:
+    """What a planner answers with that chooses which ranks share a pack."""
+
+    microbatches: list[list[tuple[int, list[int]]]]
+    """Of each microbatch its groups in the order of the DP x CP ranks: (ranks, sample ids)."""
+
+
+type Planner = Callable[[Problem], list[list[int]] | GroupedPacks]
 type Cuts = Callable[[list[list[int]], list[int]], Iterator[tuple[int, int]]]
 
 
@@ -203,30 +267,65 @@ def _hash63(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
 
 
-def build_plan(packs: list[list[int]], problem: Problem, scheduler: str) -> Plan:
+def build_plan(packs: list[list[int]] | GroupedPacks, problem: Problem, scheduler: str) -> Plan:
     """The plan that runs `packs` in order, not yet checked.
 
     Raises:
         PackingError: a pack holds an id that is no sample's.
     """
-    dp, padded = problem.topology.dp, problem.padded.tolist()
-    _check_known(np.fromiter(chain.from_iterable(packs), dtype=np.int64), f"scheduler {scheduler!r}", len(padded))
-    built = [
-        Pack(
-            sample_ids=tuple(map(int, ids)),  # a planner may well hand back numpy's integers
-            padded_tokens=sum(padded[i] for i in ids) if ids else problem.topology.alignment,
-        )
-        for ids in packs
-    ]
+    grouped = isinstance(packs, GroupedPacks)
+    if isinstance(packs, GroupedPacks):
+        rows: list[list[tuple[int | None, list[int]]]] = [list(groups) for groups in packs.microbatches]
+    else:
+        dp = problem.topology.dp
+        rows = [[(None, ids) for ids in packs[i : i + dp]] for i in range(0, len(packs), dp)]
+    ids_of_all = chain.from_iterable(ids for row in rows for _, ids in row)
+    _check_known(np.fromiter(ids_of_all, dtype=np.int64), f"scheduler {scheduler!r}", len(problem.lengths))
+    padded = _Padded(problem.topology, problem.lengths)
     return Plan(
-        microbatches=tuple(Microbatch(packs=tuple(built[i : i + dp])) for i in range(0, len(built), dp)),
+        microbatches=tuple(
+            Microbatch(
+                packs=tuple(
+                    Pack(
+                        sample_ids=tuple(map(int, ids)),  # a planner may well hand back numpy's integers
+                        padded_tokens=padded.tokens(ids, cp_size),
+                        cp_size=None if cp_size is None else int(cp_size),
+                    )
+                    for cp_size, ids in row
+                )
+            )
+            for row in rows
+        ),
         scheduler=scheduler,
         topology=problem.topology,
         capacity=problem.capacity,
         max_seqs=problem.max_seqs,
         cost=problem.cost,
         lengths_digest=digest_lengths(problem.lengths),
+        group_sizes=problem.group_sizes if grouped else None,
     )
+
+
+class _Padded:
+    """What samples pad to, by the ranks that share them.
+
+    Args:
+        topology: gives the alignments.
+        lengths: tokens of each sample, shape [N].
+    """
+
+    def __init__(self, topology: Topology, lengths: Int64Array) -> None:
+        self._topology, self._lengths = topology, lengths
+        self._by_cp: dict[int, list[int]] = {}
+
+    def tokens(self, ids: Sequence[int], cp_size: int | None) -> int:
+        """Padded tokens of a pack with these samples; of a dummy, one unit of the alignment."""
+        cp = self._topology.cp if cp_size is None else cp_size
+        alignment = self._topology.alignment_of(cp)
+        if cp not in self._by_cp:
+            self._by_cp[cp] = (-(-self._lengths // alignment) * alignment).tolist()
+        padded = self._by_cp[cp]
+        return sum(map(padded.__getitem__, ids)) if len(ids) else alignment
 
 
 def check_plan(plan: Plan, lengths: Lengths, max_seqs: int | None = None, microbatch_multiple: int = 1) -> None:
@@ -255,16 +354,36 @@ def check_plan(plan: Plan, lengths: Lengths, max_seqs: int | None = None, microb
 
 def _check_counts(plan: Plan, who: str, microbatch_multiple: int) -> None:
     for m, microbatch in enumerate(plan.microbatches):
-        if len(microbatch.packs) != plan.topology.dp:
+        if plan.group_sizes is not None:
+            _check_groups(plan, plan.group_sizes, microbatch, f"{who}: microbatch {m}")
+        elif len(microbatch.packs) != plan.topology.dp:
             raise PackingError(
                 f"{who}: microbatch {m} has {len(microbatch.packs)} packs; it must have one for each of "
                 f"{plan.topology.dp} DP ranks. Split packs or add dummies: even_counts does both."
             )
+        elif any(pack.cp_size is not None for pack in microbatch.packs):
+            raise PackingError(f"{who}: microbatch {m} has packs with a cp_size, but the plan has no group_sizes.")
     if plan.num_microbatches < 1 or plan.num_microbatches % microbatch_multiple:
         raise PackingError(
             f"{who}: the plan has {plan.num_microbatches} microbatches; it must have a positive multiple of "
             f"{microbatch_multiple}. Split packs or add dummies: even_counts does both."
         )
+
+
+def _check_groups(plan: Plan, sizes: GroupSizes, microbatch: Microbatch, where: str) -> None:
+    """Every DP x CP rank is in exactly one group of an allowed size, which begins where such a group may."""
+    ranks = plan.topology.dp * plan.topology.cp
+    allowed, first = sizes.of(ranks), 0
+    for pack in microbatch.packs:
+        if pack.cp_size not in allowed:
+            raise PackingError(f"{where} has a group of {pack.cp_size} ranks; the sizes are {allowed}.")
+        if not sizes.is_aligned(first, pack.cp_size):
+            raise PackingError(
+                f"{where} has a group of {pack.cp_size} ranks at rank {first}; it must begin at a multiple of its size."
+            )
+        first += pack.cp_size
+    if first != ranks:
+        raise PackingError(f"{where} has groups of {first} ranks in all; there are {ranks} DP x CP ranks.")
 
 
 def _check_exactly_once(plan: Plan, who: str, num_samples: int) -> None:
@@ -287,14 +406,15 @@ def _check_known(ids: Int64Array, who: str, num_samples: int) -> None:
 
 
 def _check_packs(plan: Plan, who: str, lengths: Int64Array, max_seqs: int | None) -> None:
-    alignment = plan.topology.alignment
-    padded = (-(-lengths // alignment) * alignment).tolist()
-    for i, pack in enumerate(plan.packs):
-        where = f"{who}: the pack of microbatch {i // plan.topology.dp}, DP rank {i % plan.topology.dp}"
-        tokens = alignment if pack.is_dummy else sum(padded[s] for s in pack.sample_ids)
-        if pack.padded_tokens != tokens:
-            raise PackingError(f"{where} says {pack.padded_tokens:,} padded tokens; its samples make {tokens:,}.")
-        if tokens > plan.capacity:
-            raise PackingError(f"{where} holds {tokens:,} padded tokens; the capacity is {plan.capacity:,}.")
-        if max_seqs is not None and len(pack.sample_ids) > max_seqs:
-            raise PackingError(f"{where} holds {len(pack.sample_ids)} samples; max_seqs is {max_seqs}.")
+    padded = _Padded(plan.topology, lengths)
+    for m, microbatch in enumerate(plan.microbatches):
+        for i, pack in enumerate(microbatch.packs):
+            place = "DP rank" if plan.group_sizes is None else "group"
+            where = f"{who}: the pack of microbatch {m}, {place} {i}"
+            tokens, capacity = padded.tokens(pack.sample_ids, pack.cp_size), plan.capacity_of(pack)
+            if pack.padded_tokens != tokens:
+                raise PackingError(f"{where} says {pack.padded_tokens:,} padded tokens; its samples make {tokens:,}.")
+            if tokens > capacity:
+                raise PackingError(f"{where} holds {tokens:,} padded tokens; the capacity is {capacity:,}.")
+            if max_seqs is not None and len(pack.sample_ids) > max_seqs:
+                raise PackingError(f"{where} holds {len(pack.sample_ids)} samples; max_seqs is {max_seqs}.")

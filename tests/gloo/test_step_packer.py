@@ -132,7 +132,7 @@ def test_one_rank_without_a_group(pool: GlooPool) -> None:
     lengths=st.lists(st.one_of(st.integers(1, CAPACITY), st.none()), min_size=1, max_size=12), ranks=st.integers(1, 4)
 )
 @settings(max_examples=50, deadline=None)
-@pytest.mark.parametrize("scheduler", ["first_fit", "dp_balanced"])
+@pytest.mark.parametrize("scheduler", ["first_fit", "dp_balanced", "balanced"])
 def test_packs_are_the_planner_s_and_hold_the_drawn_samples(
     pool: GlooPool, scheduler: str, lengths: list[int | None], ranks: int
 ) -> None:

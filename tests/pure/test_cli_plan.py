@@ -148,7 +148,7 @@ def test_schedulers_get_the_mean_of_their_steps(lengths_file: Path) -> None:
     flags = "--dp 2 --cp 2 --tp 2 --sequence-parallel --max-seqlen-per-dp-cp-rank 64 --global-batch-size 35"
     flags += " --max-seqs 5 --cost-linear 100 --scheduler dp_balanced --scheduler first_fit"
     report = planned("--lengths", lengths_file, *flags.split())
-    assert list(report) == ["padded", "schedulers"]
+    assert list(report) == ["padded", "schedulers", "recommended"]
     assert list(report["schedulers"]) == ["dp_balanced", "first_fit"]
     lengths = np.load(lengths_file)
     for name, figures in report["schedulers"].items():
@@ -248,7 +248,10 @@ def test_a_file_of_no_lengths_is_refused(write: Any, tmp_path: Path, name: str, 
         ("--seq-length 8", "length 1, counted from 0, is 9 tokens; --seq-length is 8 (2 of 3 are too long)"),
         ("--max-seqlen-per-dp-cp-rank 4 --cp 2", "a pack holds 8 = 4 per rank x CP 2 (2 of 3 are too long)"),
         ("--seq-length 16 --global-batch-size 4", "holds 3 lengths; one step takes 4"),
-        ("--seq-length 16 --scheduler best_fit", "'best_fit'; it must be one of: dp_balanced, first_fit"),
+        (
+            "--seq-length 16 --scheduler best_fit",
+            "'best_fit'; it must be one of: balanced, dp_balanced, dynamic_cp, first_fit",
+        ),
         ("--max-seqlen-per-dp-cp-rank 15 --tp 2 --sequence-parallel", "must be a multiple of the alignment 2"),
         ("--seq-length 16 --cost-linear=-1", "CostModel.linear is -1.0"),
         ("", "--max-seqlen-per-dp-cp-rank is missing"),
@@ -320,3 +323,96 @@ def test_plan_loads_neither_torch_nor_megatron(lengths_file: Path, tmp_path: Pat
     else:  # which shows that the block works
         assert done.returncode != 0
         assert "torch" in done.stderr or "megatron" in done.stderr
+
+
+# --- groups of ranks that change ------------------------------------------------------------------
+
+
+def test_groups_are_planned_beside_static_packs(lengths_file: Path) -> None:
+    words = ["--lengths", lengths_file, "--dp", 4, "--max-seqlen-per-dp-cp-rank", 128, "--cost-communication", 30]
+    both = planned(*words, "--scheduler", "first_fit", "--scheduler", "default_dynamic_cp")["schedulers"]
+    assert list(both) == ["first_fit", "dynamic_cp"]
+    lengths = np.load(lengths_file)
+    cost = CostModel(linear=0, quadratic=1, communication=30)
+    expected = make_plan(lengths, "dynamic_cp", Topology(dp=4), 128, cost=cost).metrics(lengths).as_dict()
+    assert {k: v for k, v in both["dynamic_cp"].items() if k != "plan_ms"} == {
+        k: v for k, v in expected.items() if k != "plan_ms"
+    }
+    assert both["dynamic_cp"]["lockstep_imbalance"] < both["first_fit"]["lockstep_imbalance"]
+
+
+def test_only_groups_can_hold_what_no_static_pack_can(write: Any) -> None:
+    words = ["--lengths", write("lengths.txt", "300\n5\n"), "--dp", 4, "--max-seqlen-per-dp-cp-rank", 128]
+    assert planned(*words, "--scheduler", "dynamic_cp")["schedulers"]["dynamic_cp"]["max_pack_load"] <= 1
+    assert "a pack holds 128 = 128 per rank x CP 1" in refused(
+        *words, "--scheduler", "dynamic_cp", "--scheduler", "first_fit"
+    )
+    assert "a pack holds 256 = 128 per rank x CP 2" in refused(*words[:3], 2, *words[4:], "--scheduler", "dynamic_cp")
+
+
+def test_groups_of_a_smallest_size(lengths_file: Path) -> None:
+    words = ["--lengths", lengths_file, "--dp", 6, "--max-seqlen-per-dp-cp-rank", 128, "--scheduler", "dynamic_cp"]
+    assert planned(*words, "--min-dynamic-context-parallel-size", 3)["schedulers"]["dynamic_cp"]["max_pack_load"] <= 1
+    assert "is 4; it must divide the 6" in refused(*words, "--min-dynamic-context-parallel-size", 4)
+    sizes = planned(*words, "--any-group-size", "--min-dynamic-context-parallel-size", 2, "--cost-communication", 9)
+    assert sizes["schedulers"]["dynamic_cp"]["packs"] >= 1
+
+
+@pytest.mark.parametrize("scheduler", ["offline", "dynamic_cp"])
+def test_what_training_refuses_is_said(lengths_file: Path, scheduler: str) -> None:
+    result = run("plan", "--lengths", lengths_file, "--max-seqlen-per-dp-cp-rank", 128, "--scheduler", scheduler)
+    assert result.exit_code == 0
+    assert f"megatron-packing: note: training refuses {scheduler}: " in result.stderr
+
+
+# --- what is recommended --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def long_tailed(tmp_path: Path) -> Path:
+    path = tmp_path / "long_tailed.npy"
+    np.save(path, np.clip(np.random.default_rng(0).lognormal(5.8, 1.1, 512).astype(np.int64), 16, 8192))
+    return path
+
+
+@pytest.mark.parametrize(("flags", "kept_small"), [("", "step"), ("--ep 2", "lockstep"), ("--pp 2", "lockstep")])
+def test_balanced_is_recommended_with_the_figure(long_tailed: Path, flags: str, kept_small: str) -> None:
+    flags += " --dp 4 --seq-length 8192 --global-batch-size 256"
+    report = planned("--lengths", long_tailed, *flags.split())
+    assert list(report["schedulers"]) == ["first_fit"]
+    recommended = report["recommended"]
+    key = f"{kept_small}_imbalance"
+    asked = planned("--lengths", long_tailed, *flags.split(), "--scheduler", "balanced", "--scheduler", "dp_balanced")
+    assert recommended == {
+        "scheduler": "balanced",
+        "balance": kept_small,
+        "imbalance": asked["schedulers"]["balanced"][key],
+        "in_place_of": "first_fit",
+        "its_imbalance": report["schedulers"]["first_fit"][key],
+    }
+    assert asked["recommended"]["in_place_of"] == "dp_balanced"
+    words = run("plan", "--lengths", long_tailed, *flags.split()).stdout
+    assert f"{recommended['imbalance']:.3f} times" in words
+    assert f"first_fit {recommended['its_imbalance']:.3f} times ({kept_small} imbalance)" in words
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--dp 1 --seq-length 8192",  # one rank waits for nobody
+        "--dp 4 --seq-length 8192 --scheduler balanced",
+        "--dp 2 --seq-length 8192 --cost-linear 1 --cost-quadratic 0 --global-batch-size 2 --max-seqs 1",
+    ],
+)
+def test_nothing_is_recommended_where_nothing_is_gained(long_tailed: Path, flags: str) -> None:
+    assert planned("--lengths", long_tailed, *flags.split())["recommended"] is None
+    assert "Recommended" not in run("plan", "--lengths", long_tailed, *flags.split()).stdout
+
+
+def test_what_balanced_keeps_small_is_the_users_choice(long_tailed: Path) -> None:
+    flags = "--dp 4 --seq-length 8192 --scheduler balanced --packing-balance"
+    step, lockstep = (planned("--lengths", long_tailed, *flags.split(), one) for one in ("step", "lockstep"))
+    of_step, of_lockstep = step["schedulers"]["balanced"], lockstep["schedulers"]["balanced"]
+    assert of_step["step_imbalance"] < of_lockstep["step_imbalance"]
+    assert of_lockstep["lockstep_imbalance"] < of_step["lockstep_imbalance"]
+    assert "'both'; set --packing-balance to one of" in refused("--lengths", long_tailed, *flags.split(), "both")

@@ -99,6 +99,13 @@ def test_lockstep_bound_holds(
     bound = lockstep_lower_bound(tokens, costs, dp=dp, capacity=12, max_seqs=max_seqs)
     event(f"exact: {bound > best - 1e-9}, above 1: {best > 1 + 1e-9}")
     assert 1 - 1e-9 <= bound <= best + 1e-9
+    # Stopping early weakens the bound and no more.
+    bounds = [
+        lockstep_lower_bound(tokens, costs, dp=dp, capacity=12, max_seqs=max_seqs, num_microbatches=m)
+        for m in range(1, 9)
+    ]
+    assert bounds == sorted(bounds)
+    assert 1 - 1e-9 <= bounds[0] <= bounds[-1] == bound
 
 
 @settings(max_examples=80)
@@ -113,7 +120,7 @@ def test_step_bound_holds(lengths: list[int], alignment: int, cost: CostModel, d
 
 
 @settings(max_examples=40)
-@given(planning_cases(), st.sampled_from(["first_fit", "dp_balanced"]))
+@given(planning_cases(), st.sampled_from(["first_fit", "dp_balanced", "balanced"]))
 def test_no_plan_beats_the_bounds(case: PlanningCase, scheduler: str) -> None:
     plan = make_plan(
         case.lengths,

@@ -12,11 +12,22 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from megatron_packing.errors import CapacityError, ConfigError, PackingError
-from megatron_packing.schedule import SCHEDULERS, CostModel, Pack, Plan, Problem, check_plan, make_plan
+from megatron_packing.schedule import (
+    CHOOSES_GROUPS,
+    SCHEDULERS,
+    CostModel,
+    GroupSizes,
+    Pack,
+    Plan,
+    Problem,
+    check_plan,
+    make_plan,
+)
 from megatron_packing.topology import Topology
 from tests.strategies import PlanningCase, planning_cases
 
-every_scheduler = pytest.mark.parametrize("scheduler", sorted(SCHEDULERS))
+# Planners that choose the ranks of each pack have their own tests, in test_schedule_dynamic_cp.py.
+every_scheduler = pytest.mark.parametrize("scheduler", sorted(SCHEDULERS.keys() - CHOOSES_GROUPS))
 
 
 def plan_case(case: PlanningCase, scheduler: str) -> Plan:
@@ -169,7 +180,7 @@ def test_padding_alone_can_reach_int32() -> None:
 
 
 def test_an_unknown_scheduler_lists_the_valid_names() -> None:
-    with pytest.raises(ConfigError, match=r"'nonesuch'.*dp_balanced, first_fit"):
+    with pytest.raises(ConfigError, match=r"'nonesuch'.*dp_balanced.*first_fit"):
         make_plan([1], "nonesuch")
 
 
@@ -331,6 +342,7 @@ def test_the_digest_sees_every_part_of_the_plan_but_its_planning_time() -> None:
         "max_seqs": 4,
         "cost": CostModel(linear=1, quadratic=1),
         "lengths_digest": 1,
+        "group_sizes": GroupSizes(),
     }
     assert {field.name for field in fields(Plan)} == {*changes, "plan_ms"}
     digests = {replace(plan, **{name: value}).digest() for name, value in changes.items()}  # type: ignore[arg-type]

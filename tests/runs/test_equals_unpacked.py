@@ -27,6 +27,7 @@ CASES = {
     "rope interpolation": ("", "--rotary-seq-len-interpolation-factor 4", 1),
     "half of the head rotated": ("", "--rotary-percent 0.5", 1),
     "DP 2": ("", "", 2),
+    "DP 2, balanced": ("--sequence-packing-scheduler balanced", "", 2),
     "DP 2, distributed optimizer, overlap": (
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         "",
@@ -73,3 +74,14 @@ def later_wins(*parts: str) -> str:
             else:
                 flags[name].append(word)
     return " ".join(" ".join([name, *values]) for name, values in flags.items())
+
+
+def test_the_log_recommends_balanced_once_and_says_what_it_keeps_small(runner: Runner, chats: Path) -> None:
+    recommended = "--sequence-packing-scheduler balanced comes near that"
+    packed_only, both, ranks = CASES["DP 2"]
+    log = runner.train(later_wins(PACKED, both, packed_only), data=chats, ranks=ranks).log
+    assert log.count(recommended) == 1
+    packed_only, both, ranks = CASES["DP 2, balanced"]
+    log = runner.train(later_wins(PACKED, both, packed_only), data=chats, ranks=ranks).log
+    assert recommended not in log
+    assert "balanced: keeps the busiest rank's work small, over the whole step (step)" in log

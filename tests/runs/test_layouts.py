@@ -30,6 +30,7 @@ EXPERTS = (
 )
 EP2 = f"{EXPERTS} --expert-model-parallel-size 2"
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+BALANCED = "--sequence-packing-scheduler balanced"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 
@@ -55,6 +56,10 @@ LAYOUTS = {
     "PP2 DP2": Layout(flags=PP2, ranks=4, usual=True),
     "EP1": Layout(flags=EXPERTS, ranks=1),
     "EP2": Layout(flags=EP2, ranks=2, usual=True),
+    "EP2, balanced": Layout(flags=EP2, ranks=2, packed_only=BALANCED, usual=True),
+    "PP2 DP2, balanced": Layout(flags=PP2, ranks=4, packed_only=BALANCED),
+    "PP2 VPP2, balanced": Layout(flags=VPP, ranks=2, packed_only=BALANCED),
+    "CP2 DP2, balanced": Layout(flags=CP2, ranks=4, packed_only=BALANCED),
     "EP2 DP4": Layout(flags=EP2, ranks=4),
     "EP2 TP2 SP": Layout(flags=f"{EP2} {SP}", ranks=4),
     "EP2 TP2 SP, experts' TP1": Layout(flags=f"{EP2} {SP} --expert-tensor-parallel-size 1", ranks=2),

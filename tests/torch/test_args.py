@@ -113,8 +113,45 @@ def test_world_size_gives_data_parallelism(parser: argparse.ArgumentParser, monk
             f"{LOCAL} --use-varlen-dataset --packing-chat-format plain --tokenizer-type NullTokenizer",
             "--packing-chat-format plain with NullTokenizer",
         ),
+        # Planners that `megatron-packing plan` shows, and no run may use yet.
+        (f"{LOCAL} --use-varlen-dataset --sequence-packing-scheduler dynamic_cp", "process groups.*first_fit"),
+        (
+            f"{LOCAL} --use-varlen-dataset --sequence-packing-scheduler default_dynamic_cp",
+            "default_dynamic_cp: a run's",
+        ),
+        (f"{LOCAL} --use-varlen-dataset --dynamic-context-parallel", "dynamic_cp: a run's process groups"),
+        (f"{LOCAL} --dynamic-context-parallel", "--use-varlen-dataset"),
+        (f"{LOCAL} --use-varlen-dataset --sequence-packing-scheduler offline", "a whole set ahead of time"),
+        (
+            f"{LOCAL} --use-varlen-dataset --dynamic-context-parallel --sequence-packing-scheduler first_fit",
+            "--dynamic-context-parallel with --sequence-packing-scheduler first_fit",
+        ),
+        (
+            f"{LOCAL} --use-varlen-dataset --min-dynamic-context-parallel-size 2",
+            "--min-dynamic-context-parallel-size 2: without --dynamic-context-parallel",
+        ),
+        (
+            f"{LOCAL} --use-varlen-dataset --varlen-sbhd-validation --dynamic-context-parallel",
+            "--varlen-sbhd-validation with --sequence-packing-scheduler dynamic_cp",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other(parser: argparse.ArgumentParser, flags: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         _settled(parser, flags)
+
+
+def test_what_balanced_keeps_small_follows_the_layout_unless_told(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    flags = f"{LOCAL} --use-varlen-dataset --sequence-packing-scheduler balanced"
+    for more, balance, said in (
+        ("", "auto", "over the whole step (step)"),
+        ("--expert-model-parallel-size 2", "auto", "in each microbatch (lockstep)"),
+        ("--expert-model-parallel-size 2 --packing-balance step", "step", "over the whole step (step)"),
+    ):
+        parsed = parser.parse_args(f"{flags} {more}".split())
+        config = packing_args.resolve(parsed)
+        assert config.balance == balance
+        assert any(line.endswith(said) for line in packing_args.apply(config, parsed))

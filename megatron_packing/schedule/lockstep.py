@@ -1,0 +1,193 @@
+"""How do samples fill rows of packs so that the dearest packs of all rows cost little together?
+
+A row is a microbatch: one bin a rank. Rows are filled one after the other, the longest waiting sample first. What a bin
+of the row may cost has a ceiling, so that a sample that would make the row dear waits for a later row; the ceiling is
+never below the longest waiting sample, which must go somewhere and opens the row. The rows of long samples come first
+and short samples level out the bins.
+
+Legend: N samples, longest first; B = rows * ranks bins, bin b is in row b // ranks. Tokens and costs are int64 with
+exact sums. About O(N * ranks), because a row looks only at samples that a bin of it may have room for.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_packing.schedule.jit import compiled
+
+type Int64Array = npt.NDArray[np.int64]
+
+ANY = 1e9
+"""A looseness or richness that rules nothing out."""
+
+
+@compiled
+def fill_rows(
+    tokens: Int64Array,
+    costs: Int64Array,
+    rows: int,
+    ranks: int,
+    capacity: int,
+    most: int,
+    looseness: float,
+    richness: float,
+    cheapest: bool,
+) -> tuple[Int64Array, int, bool]:
+    """One construction. The last row has no ceiling: what is left must go there.
+
+    Args:
+        tokens: padded tokens of each sample, shape [N], descending.
+        costs: cost of each sample, shape [N], descending.
+        rows: microbatches.
+        ranks: bins of a row.
+        capacity: tokens that a bin may hold.
+        most: samples that a bin may hold.
+        looseness: a row's ceiling over the mean cost of the bins that are left.
+        richness: a sample is kept out of a bin if, per token, it costs this many times what the bin can still pay for
+            each token that it has room for: it would use up the ceiling and leave room that nothing can fill.
+        cheapest: whether a sample goes to the cheapest bin that takes it, else to the one with the least room.
+
+    Returns:
+        The bin of each sample, shape [N]; the sum over rows of the dearest bin once bins are sorted into rows by cost;
+        and whether any ceiling followed from `looseness` (if not, a smaller one gives the same). -1 for samples that
+        found no place; the sum is then -1, too.
+    """
+    room, paid, seats = np.full(rows * ranks, capacity), np.zeros(rows * ranks, np.int64), np.full(rows * ranks, most)
+    bin_of = np.full(len(tokens), -1)
+    waiting = np.arange(len(tokens) + 1)  # waiting[i] leads to the first waiting sample from i on; see `_first_waiting`
+    unpaid = costs.sum()
+    loose = False
+    for row in range(rows):
+        i = _first_waiting(waiting, 0)
+        if i == len(tokens):
+            break
+        last = row == rows - 1
+        ceiling = costs[i]
+        fair = looseness * unpaid / (ranks * (rows - row))
+        if last:
+            ceiling = np.int64(2**62)
+        elif fair > ceiling:
+            ceiling = np.int64(min(fair, float(unpaid)))
+            loose = True
+        guard = ANY if last else richness
+        while i < len(tokens):
+            chosen, most_room, most_pay = _choose(
+                tokens[i], costs[i], row * ranks, ranks, room, paid, seats, ceiling, guard, cheapest or last
+            )
+            start = i + 1
+            if chosen < 0:
+                start = max(start, _first_at_most(tokens, most_room), _first_at_most(costs, most_pay))
+            else:
+                bin_of[i] = chosen
+                room[chosen] -= tokens[i]
+                paid[chosen] += costs[i]
+                seats[chosen] -= 1
+                unpaid -= costs[i]
+                waiting[i] = i + 1
+            i = _first_waiting(waiting, start)
+    if _first_waiting(waiting, 0) < len(tokens):
+        return bin_of, -1, loose
+    return bin_of, np.sort(paid)[::-1][::ranks].sum(), loose
+
+
+@compiled
+def _first_waiting(waiting: Int64Array, i: int) -> int:
+    """The first sample from `i` on that has no bin yet, or N. Halves the way for those who come after."""
+    while waiting[i] != i:
+        waiting[i] = waiting[waiting[i]]
+        i = waiting[i]
+    return i
+
+
+@compiled
+def _first_at_most(descending: Int64Array, limit: int) -> int:
+    """The first position whose value is at most `limit`."""
+    low, high = 0, len(descending)
+    while low < high:
+        middle = (low + high) // 2
+        if descending[middle] <= limit:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@compiled
+def _choose(
+    tokens: int,
+    cost: int,
+    first: int,
+    ranks: int,
+    room: Int64Array,
+    paid: Int64Array,
+    seats: Int64Array,
+    ceiling: int,
+    richness: float,
+    cheapest: bool,
+) -> tuple[int, int, int]:
+    """The bin of the row that takes this sample, or -1; and the most room and the most pay that any bin has left."""
+    chosen, most_room, most_pay = -1, 0, 0
+    for b in range(first, first + ranks):
+        if seats[b] == 0:
+            continue
+        pay = ceiling - paid[b]
+        most_room, most_pay = max(most_room, room[b]), max(most_pay, pay)
+        if tokens > room[b] or cost > pay:
+            continue
+        if richness < ANY and paid[b] and float(cost) * room[b] > richness * pay * tokens:
+            continue
+        if chosen >= 0:
+            key, other = (paid[b], paid[chosen]) if cheapest else (room[b], room[chosen])
+            if key >= other:
+                continue
+        chosen = b
+    return chosen, most_room, most_pay
+
+
+@compiled
+def search_fit(tokens: Int64Array, bins: int, capacity: int, most: int, tries: int) -> Int64Array:
+    """Any way to put all samples in `bins` bins, by going back where a bin turns out wrong; at most `tries` placings.
+
+    Equal bins are tried once, and equal samples go to bins in ascending order. -1s where no way exists or was found.
+    """
+    room, seats = np.full(bins, capacity), np.full(bins, most)
+    bin_of = np.full(len(tokens), -1)
+    left = tokens.sum()
+    i = 0
+    while 0 <= i < len(tokens) and tries > 0:
+        tries -= 1
+        b = bin_of[i]
+        if b >= 0:  # come back: take it out again
+            room[b] += tokens[i]
+            seats[b] += 1
+            left += tokens[i]
+        elif i and tokens[i] == tokens[i - 1]:
+            b = bin_of[i - 1] - 1
+        bin_of[i] = b = _next_bin(tokens[i], b + 1, room, seats)
+        if b < 0:
+            i -= 1
+            continue
+        room[b] -= tokens[i]
+        seats[b] -= 1
+        left -= tokens[i]
+        usable = 0
+        for other in range(bins):
+            if seats[other] and room[other] >= tokens[-1]:
+                usable += room[other]
+        i += usable >= left  # else the same sample tries its next bin
+    if i < len(tokens):
+        bin_of[:] = -1
+    return bin_of
+
+
+@compiled
+def _next_bin(tokens: int, first: int, room: Int64Array, seats: Int64Array) -> int:
+    """The first bin from `first` on that takes the sample and is like no bin before it, or -1."""
+    for b in range(first, len(room)):
+        if seats[b] == 0 or tokens > room[b]:
+            continue
+        twin = False
+        for other in range(b):
+            twin |= room[other] == room[b] and seats[other] == seats[b]
+        if not twin:
+            return b
+    return -1

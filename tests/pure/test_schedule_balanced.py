@@ -1,0 +1,286 @@
+"""Does `balanced` keep to the fewest microbatches, and are its ranks alike in cost?"""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+
+from megatron_packing.errors import ConfigError
+from megatron_packing.schedule import CostModel, Plan, make_plan, warm_up
+from megatron_packing.schedule.balanced import cheap_at_both_ends, objective
+from megatron_packing.schedule.bounds import step_lower_bound
+from megatron_packing.topology import Topology
+from tests.pure.test_schedule_bounds import best_lockstep, best_step, partitions
+from tests.strategies import PlanningCase, planning_cases
+
+DENSE_7B = CostModel(linear=24576, quadratic=1)
+ATTENTION = CostModel(linear=0, quadratic=1)
+costs = st.sampled_from([ATTENTION, CostModel(linear=20, quadratic=1), CostModel(linear=0.1, quadratic=1e-9)])
+balances = st.sampled_from(["step", "lockstep"])
+
+
+def plan_case(case: PlanningCase, cost: CostModel, balance: str, lengths: list[int] | None = None) -> Plan:
+    return make_plan(
+        case.lengths if lengths is None else lengths,
+        "balanced",
+        case.topology,
+        case.max_tokens_per_rank,
+        max_seqs=case.max_seqs,
+        microbatch_multiple=case.microbatch_multiple,
+        cost=cost,
+        balance=balance,
+    )
+
+
+def long_tailed(seed: int, samples: int = 256, longest: int = 8192) -> np.ndarray:
+    return np.clip(np.random.default_rng(seed).lognormal(5.8, 1.1, samples).astype(np.int64), 16, longest)
+
+
+# What every plan must be
+
+
+@settings(max_examples=150)
+@given(planning_cases(), costs, balances)
+def test_every_plan_is_one_that_all_ranks_may_run(case: PlanningCase, cost: CostModel, balance: str) -> None:
+    plan = plan_case(case, cost, balance)
+    event(f"microbatches: {min(plan.num_microbatches, 3)}")
+    assert Counter(s for pack in plan.packs for s in pack.sample_ids) == Counter(range(len(case.lengths)))
+    for pack in plan.packs:
+        assert sum(case.topology.pad(case.lengths[s]) for s in pack.sample_ids) <= case.capacity
+        assert case.max_seqs is None or len(pack.sample_ids) <= case.max_seqs
+    assert all(len(microbatch.packs) == case.topology.dp for microbatch in plan.microbatches)
+    assert plan.num_microbatches % case.microbatch_multiple == 0
+    if any(pack.is_dummy for pack in plan.packs):
+        assert all(len(pack.sample_ids) <= 1 for pack in plan.packs)
+
+
+@settings(max_examples=60)
+@given(planning_cases(), costs, balances, st.randoms(use_true_random=False))
+def test_renaming_the_samples_changes_nothing_but_names(
+    case: PlanningCase, cost: CostModel, balance: str, random: object
+) -> None:
+    shuffled = list(case.lengths)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+
+    def lengths_of_packs(lengths: list[int]) -> list[list[int]]:
+        plan = plan_case(case, cost, balance, lengths)
+        return [sorted(lengths[s] for s in pack.sample_ids) for pack in plan.packs]
+
+    assert lengths_of_packs(case.lengths) == lengths_of_packs(shuffled)
+
+
+def fewest_microbatches(case: PlanningCase) -> int:
+    """By looking at every way to pack."""
+    padded = [case.topology.pad(length) for length in case.lengths]
+    packs = min(len(packs) for packs in partitions(padded, case.capacity, case.max_seqs))
+    multiple = case.topology.dp * case.microbatch_multiple
+    return max(1, -(-packs // multiple)) * case.microbatch_multiple
+
+
+@settings(max_examples=150)
+@given(planning_cases(), balances)
+def test_there_are_as_few_microbatches_as_can_be(case: PlanningCase, balance: str) -> None:
+    assume(len(case.lengths) <= 8)
+    assert plan_case(case, ATTENTION, balance).num_microbatches == fewest_microbatches(case)
+
+
+@pytest.mark.parametrize("balance", ["step", "lockstep"])
+def test_fewest_where_placing_longest_first_fails(balance: str) -> None:
+    # Best fit puts 6 + 4 together and needs 3; the two packs that hold all are [6, 2, 2, 2] and [4, 4, 4].
+    lengths = [6, 4, 4, 4, 2, 2, 2]
+    plan = make_plan(lengths, "balanced", max_tokens_per_rank=12, balance=balance)
+    assert sorted(pack.padded_tokens for pack in plan.packs) == [12, 12]
+    # No way at all: 7 and 7 share no pack.
+    assert make_plan([7, 7, 2], "balanced", max_tokens_per_rank=12, balance=balance).num_microbatches == 2
+
+
+# How good
+
+
+small_cases = st.tuples(
+    st.lists(st.one_of(st.integers(1, 12), st.sampled_from([4, 6, 12])), min_size=1, max_size=7),
+    costs,
+    st.integers(1, 3),
+)
+
+
+@settings(max_examples=80)
+@given(small_cases)
+def test_small_steps_come_near_the_best(case: tuple[list[int], CostModel, int]) -> None:
+    lengths, cost, dp = case
+    kw = {"scheduler": "balanced", "topology": Topology(dp=dp), "max_tokens_per_rank": 12, "cost": cost}
+    weights = cost.of(lengths).tolist()
+    step = make_plan(lengths, balance="step", **kw)  # type: ignore[arg-type]
+    best = best_step(lengths, weights, dp, 12, step.num_microbatches)
+    got = step.metrics(lengths).step_imbalance
+    event(f"step is best: {got <= best + 1e-9}")
+    assert best - 1e-9 <= got <= 4 / 3 * best + 1e-9
+    lockstep = make_plan(lengths, balance="lockstep", **kw)  # type: ignore[arg-type]
+    best = best_lockstep(lengths, weights, dp, 12, None)
+    got = lockstep.metrics(lengths).lockstep_imbalance
+    event(f"lockstep is best: {got <= best + 1e-9}")
+    assert best - 1e-9 <= got <= 4 / 3 * best + 1e-9
+
+
+@pytest.mark.parametrize("cost", [DENSE_7B, ATTENTION], ids=["7b", "attention"])
+@pytest.mark.parametrize("seed", range(6))
+def test_long_tailed_steps_come_near_their_bounds(cost: CostModel, seed: int) -> None:
+    lengths = long_tailed(seed)
+    kw = {"topology": Topology(dp=4), "max_tokens_per_rank": 8192, "cost": cost}
+    step, lockstep = (make_plan(lengths, "balanced", balance=b, **kw) for b in ("step", "lockstep"))  # type: ignore
+    least = -(-int(lengths.sum()) // (4 * 8192))
+    assert step.num_microbatches == lockstep.num_microbatches == least
+    floor = step_lower_bound(lengths, cost.of(lengths), dp=4, capacity=8192, num_microbatches=least)
+    of_step, of_lockstep = step.metrics(lengths), lockstep.metrics(lengths)
+    assert of_step.step_imbalance <= 1.01 * floor
+    assert of_step.step_imbalance <= of_lockstep.step_imbalance
+    assert of_lockstep.lockstep_imbalance <= 1.03 * of_lockstep.lockstep_lower_bound
+    assert of_lockstep.lockstep_imbalance <= of_step.lockstep_imbalance
+    others = [make_plan(lengths, name, **kw).metrics(lengths) for name in ("first_fit", "dp_balanced")]  # type: ignore
+    assert all(of_step.step_imbalance < other.step_imbalance for other in others)
+
+
+def test_one_long_sample_leaves_its_rank_the_short_ones() -> None:
+    # 60 alone costs 3,600. Its rank must carry 60 more tokens, which cost 60 as ones and 1,800 as two of 30.
+    lengths = [60] + [30] * 4 + [1] * 60
+    plan = make_plan(lengths, "balanced", Topology(dp=2), 60, cost=ATTENTION, balance="step")
+    with_long = next(r for r in (0, 1) if any(0 in pack.sample_ids for pack in plan.rank_packs(r)))
+    assert not any(s in range(1, 5) for pack in plan.rank_packs(with_long) for s in pack.sample_ids)
+
+
+# Which of the two, and in which order
+
+
+@pytest.mark.parametrize(
+    ("topology", "chosen"),
+    [
+        (Topology(dp=8, cp=2, tp=2), "step"),
+        (Topology(dp=8, ep=2), "lockstep"),
+        (Topology(dp=8, pp=2), "lockstep"),
+        (Topology(dp=8, fsdp=True), "lockstep"),
+    ],
+)
+def test_auto_looks_at_when_ranks_meet(topology: Topology, chosen: str) -> None:
+    assert objective("auto", topology) == chosen
+    lengths = long_tailed(0, longest=4096)
+    plans = [make_plan(lengths, "balanced", topology, 4096, balance=b).packs for b in ("auto", "step", "lockstep")]
+    assert plans[0] == plans[1 if chosen == "step" else 2] != plans[2 if chosen == "step" else 1]
+    assert objective("step", topology) == "step"
+
+
+@pytest.mark.parametrize("scheduler", ["balanced", "first_fit"])
+def test_an_unknown_balance_is_refused(scheduler: str) -> None:
+    with pytest.raises(ConfigError, match=r"'both'; set --packing-balance to one of: auto, step, lockstep"):
+        make_plan([1], scheduler, balance="both")
+
+
+def pipeline_ms(rows: list[float], stages: int) -> float:
+    """How long 1F1B takes whose microbatches cost `rows` on each stage, forward one part and backward two."""
+    forward, backward = [[0.0] * len(rows) for _ in range(stages)], [[0.0] * len(rows) for _ in range(stages)]
+    free, done = [0.0] * stages, [0] * stages
+    orders = [list(one_f_one_b(stage, stages, len(rows))) for stage in range(stages)]
+    while any(done[s] < len(orders[s]) for s in range(stages)):
+        for s in range(stages):
+            while done[s] < len(orders[s]):
+                kind, m = orders[s][done[s]]
+                before = (forward[s - 1][m] if s else 1e-9) if kind == "F" else forward[s][m]
+                if kind == "B" and s < stages - 1:
+                    before = backward[s + 1][m]
+                if not before:
+                    break
+                free[s] = max(free[s], before) + rows[m] * (1 if kind == "F" else 2)
+                (forward if kind == "F" else backward)[s][m] = free[s]
+                done[s] += 1
+    return max(free)
+
+
+def one_f_one_b(stage: int, stages: int, microbatches: int) -> Iterator[tuple[str, int]]:
+    ahead = min(stages - stage - 1, microbatches)
+    yield from (("F", m) for m in range(ahead))
+    for m in range(microbatches - ahead):
+        yield "F", m + ahead
+        yield "B", m
+    yield from (("B", m) for m in range(microbatches - ahead, microbatches))
+
+
+def test_the_pipelines_clock_is_right() -> None:
+    assert pipeline_ms([1.0] * 8, 1) == pytest.approx(24)
+    assert pipeline_ms([1.0] * 8, 4) == pytest.approx((8 + 4 - 1) * 3)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_pipelines_run_cheap_microbatches_at_both_ends(stages: int) -> None:
+    assert cheap_at_both_ends([[4], [3], [2], [1], [0]], 1) == [[0], [2], [4], [3], [1]]
+    ms = []
+    for seed in range(6):
+        lengths = long_tailed(seed)
+        kw = {"max_tokens_per_rank": 8192, "cost": ATTENTION, "balance": "lockstep"}
+        in_pipeline = make_plan(lengths, "balanced", Topology(dp=2, pp=stages), **kw)  # type: ignore[arg-type]
+        dearest_first = make_plan(lengths, "balanced", Topology(dp=2), **kw)  # type: ignore[arg-type]
+        assert Counter(in_pipeline.microbatches) == Counter(dearest_first.microbatches)
+        ms.append([pipeline_ms(row_costs(plan, lengths), stages) for plan in (in_pipeline, dearest_first)])
+    ours, theirs = np.array(ms).T
+    assert (ours < theirs).all()
+
+
+def row_costs(plan: Plan, lengths: np.ndarray) -> list[float]:
+    weights = plan.cost.of(lengths)
+    return [max(float(weights[list(p.sample_ids)].sum()) for p in m.packs) for m in plan.microbatches]
+
+
+# The same everywhere
+
+
+@pytest.mark.parametrize("cost", [CostModel(linear=0, quadratic=0), CostModel(linear=1e-30, quadratic=1e280)])
+@pytest.mark.parametrize("balance", ["step", "lockstep"])
+def test_any_cost_and_any_length_can_be_planned(cost: CostModel, balance: str) -> None:
+    lengths = [2**31 - 1, 2**30, 2**20, 5, 5, 1]
+    plan = make_plan(lengths, "balanced", Topology(dp=2), 2**31 - 1, cost=cost, balance=balance)
+    assert plan.num_microbatches == 1
+    assert sorted(len(pack.sample_ids) for pack in plan.packs) == [1, 5]
+
+
+def test_nothing_costs_anything_tokens_are_levelled() -> None:
+    cost = CostModel(linear=0, quadratic=0)
+    plan = make_plan([6, 5, 4, 3], "balanced", Topology(dp=2), 12, cost=cost, balance="lockstep")
+    assert [pack.padded_tokens for pack in plan.packs] == [9, 9]
+
+
+_DIGESTS = """
+from megatron_packing.schedule import CostModel, make_plan
+from megatron_packing.topology import Topology
+lengths = [16 + (i * i * 7919) % 1500 * (1 + (i % 17 == 0)) for i in range(96)]
+for balance in ("step", "lockstep"):
+    for linear in (0, 0.3, 24576):
+        cost = CostModel(linear=linear, quadratic=0.7)
+        print(make_plan(lengths, "balanced", Topology(dp=4), 3072, cost=cost, balance=balance).digest())
+"""
+
+
+def test_compiled_and_interpreted_plans_are_the_same() -> None:
+    """No other machine is at hand; the interpreter computes as IEEE 754 says, step by step, and fuses nothing."""
+    printed = []
+    for interpreted in ("0", "1"):
+        env = {**os.environ, "NUMBA_DISABLE_JIT": interpreted, "PYTHONHASHSEED": interpreted}
+        run = subprocess.run([sys.executable, "-c", _DIGESTS], capture_output=True, text=True, check=True, env=env)
+        printed.append(run.stdout.split())
+    assert printed[0] == printed[1]
+    assert len(set(printed[0])) > 4  # a plan may be the best in both ways
+
+
+def test_after_warming_up_no_step_waits_for_the_compiler() -> None:
+    from megatron_packing.schedule import lockstep, step
+
+    warm_up("balanced")
+    loops = [lockstep.fill_rows, lockstep.search_fit, step.share_out, step.fill_ranks, step.trade]
+    assert [len(loop.signatures) for loop in loops] == [1] * len(loops)  # type: ignore[attr-defined]
+    for balance in ("step", "lockstep"):
+        make_plan(long_tailed(1), "balanced", Topology(dp=4), 8192, balance=balance)
+        make_plan([6, 4, 4, 4, 2, 2, 2], "balanced", max_tokens_per_rank=12, max_seqs=4, balance=balance)
+    assert [len(loop.signatures) for loop in loops] == [1] * len(loops)  # type: ignore[attr-defined]
