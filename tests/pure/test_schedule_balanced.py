@@ -139,7 +139,7 @@ def test_long_tailed_steps_come_near_their_bounds(cost: CostModel, seed: int) ->
     floor = step_lower_bound(lengths, cost.of(lengths), dp=4, capacity=8192, num_microbatches=least)
     of_step, of_lockstep = step.metrics(lengths), lockstep.metrics(lengths)
     assert of_step.step_imbalance <= 1.01 * floor
-    assert of_step.step_imbalance <= of_lockstep.step_imbalance
+    assert of_step.step_imbalance <= max(of_lockstep.step_imbalance, 1.001 * floor)  # where it stops looking
     assert of_lockstep.lockstep_imbalance <= 1.03 * of_lockstep.lockstep_lower_bound
     assert of_lockstep.lockstep_imbalance <= of_step.lockstep_imbalance
     others = [make_plan(lengths, name, **kw).metrics(lengths) for name in ("first_fit", "dp_balanced")]  # type: ignore
