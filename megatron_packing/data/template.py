@@ -14,12 +14,14 @@ A template that writes turn k differently once later turns follow (thinking take
 k's whole text and its end mark follow the asking text all the same; else the row is refused, not guessed at. The last
 turn is never rewritten: --packing-train-on last-assistant works with every such template.
 
-Cost: 3 renders for each learned turn, so time quadratic in turns; with blocks 2 in all. One tokenizer call.
+Cost: 2 renders for each learned turn, up to 4 where a template asks for answers without a prompt, so time quadratic in
+turns; with blocks 2 in all. One tokenizer call.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -56,7 +58,6 @@ class Template:
         self.reads_tools = re.search(r"\btools\b", source) is not None
         self.reads_reasoning = any(key in source for key in REASONING)
         self._marked = _BLOCK.sub(_mark, source)
-        self._calls_as_text: bool | None = None
 
     def render(self, messages: Sequence[Mapping[str, Any]], row: Conversation, *, ask: bool = False) -> str:
         """The text of `messages`, with the tools and arguments of `row`; with `ask`, and the generation prompt.
@@ -114,24 +115,33 @@ class Template:
         if extra.get(TOOL_CALLS) and not self.reads_calls:
             content = as_text(message, path, line, "the chat template")
             del extra[TOOL_CALLS]
-        elif extra.get(TOOL_CALLS) and self._wants_calls_as_text():
+        elif extra.get(TOOL_CALLS) and self._wants_calls_as_text:
             extra[TOOL_CALLS] = [_arguments_as_text(call) for call in extra[TOOL_CALLS]]
         if any(extra.get(key) for key in REASONING) and not self.reads_reasoning:
             as_text(message, path, line, "the chat template")
         return {"role": message.role, "content": content, **extra}
 
+    @cached_property
+    def prompt(self) -> str:
+        """What it writes to ask for an answer to a small chat; "" where it ignores the request."""
+        row = Conversation((Message("user", "a"),))
+        messages = [{"role": "user", "content": "a"}]
+        try:
+            before, asking = self.render(messages, row), self.render(messages, row, ask=True)
+        except tokenizer_errors():
+            return ""
+        return asking[len(before) :] if asking.startswith(before) else ""
+
+    @cached_property
     def _wants_calls_as_text(self) -> bool:
         """Whether it joins a call's arguments to text as they are, as some do, instead of writing them as JSON."""
-        if self._calls_as_text is None:
-            call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"k": "v"}}}
-            asking = {"role": "assistant", "content": "", TOOL_CALLS: [call]}
-            row = Conversation((Message("user", "a"),))
-            try:
-                text = self.render([{"role": "user", "content": "a"}, asking], row)
-                self._calls_as_text = "{'k'" in text
-            except tokenizer_errors():
-                self._calls_as_text = True
-        return self._calls_as_text
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"k": "v"}}}
+        asking = {"role": "assistant", "content": "", TOOL_CALLS: [call]}
+        try:
+            text = self.render([{"role": "user", "content": "a"}, asking], Conversation((Message("user", "a"),)))
+        except tokenizer_errors():
+            return True
+        return "{'k'" in text
 
     def _written(self, messages: Sequence[Mapping[str, Any]], row: Conversation, **settings: Any) -> str:
         return str(
@@ -197,10 +207,12 @@ class TurnFinder:
             SampleError: it cannot be told exactly.
         """
         until = self.whole if turn + 1 == len(self._messages) else self._render(turn + 1)
-        before = self._render(turn)
         asking = self._render(turn, ask=True)
         if not self.whole.startswith(until):
             return self._rewritten(turn, until, asking)
+        if until.startswith(asking) and self._is_prompted(asking, until):
+            return len(asking), self._end(turn, len(asking), until)
+        before = self._render(turn)
         if asking != before and until.startswith(asking):
             start = len(asking)
         elif until.startswith(before) and (aligned := self._aligned(turn, until)) is not None:
@@ -215,6 +227,14 @@ class TurnFinder:
         else:
             raise self._rewrites(turn)
         return start, self._end(turn, start, until)
+
+    def _is_prompted(self, asking: str, until: str) -> bool:
+        """Whether `asking` surely ends with the prompt that opens the turn, so that its absence need not be looked at.
+
+        A template that ignored the request here would write the turn's opening behind `asking`.
+        """
+        prompt = self._template.prompt
+        return bool(prompt) and asking.endswith(prompt) and not until[len(asking) :].startswith(prompt)
 
     def _end(self, turn: int, start: int, until: str) -> int:
         said = until[start:].rstrip()

@@ -171,7 +171,7 @@ class VarlenDataset(MegatronDataset):
         if isinstance(encoded, Dropped):
             reason, why = encoded.reason, encoded.why or encoded.said(self._place(row))
         elif any(sample.truncated for sample in encoded):
-            reason, why = "truncated", f"{self._place(row)}: cut to --seq-length {self.config.sequence_length:,}"
+            reason, why = "truncated", f"{self._place(row)}: {self._said_of_cut()}"
         else:
             return item
         if not self._padded_to_sequence_length:
@@ -181,6 +181,9 @@ class VarlenDataset(MegatronDataset):
             self._told.add(reason)
             warnings.warn(f"megatron_packing: a row was lost or cut ({reason}), the first of some: {why}", stacklevel=2)
         return item
+
+    def _said_of_cut(self) -> str:
+        return f"cut to --seq-length {self.config.sequence_length:,}"
 
     @cached_property
     def _told(self) -> set[str]:
@@ -275,9 +278,15 @@ class SFTDataset(VarlenDataset):
         parts = split_conversations(converted) if isinstance(converted, Conversation) else (converted,)
         encoded = [self.encoder.encode(part, *origin) for part in parts]
         samples = [sample for made in encoded if not isinstance(made, Dropped) for sample in made]
-        if samples:
-            return self._fitted(samples, *origin)
-        return next((dropped for dropped in encoded if isinstance(dropped, Dropped)), Dropped("empty"))
+        dropped = [made for made in encoded if isinstance(made, Dropped)]
+        if not samples:
+            return dropped[0] if dropped else Dropped("empty")
+        if dropped:  # counted with the rows that were cut, as the rest of the row is there
+            samples[-1] = dataclasses.replace(samples[-1], truncated=True)
+        return self._fitted(samples, *origin)
+
+    def _said_of_cut(self) -> str:
+        return f"{super()._said_of_cut()}, or without those of its conversations that make no sample"
 
     def _item(self, encoded: list[TokenizedSample] | Dropped) -> dict[str, Any]:
         if isinstance(encoded, Dropped):

@@ -113,7 +113,7 @@ class Loader(Iterator[Any]):
         return self._steps
 
     def __next__(self) -> Any:
-        batch = next(self._expected)
+        batch = next(self._expected, ())
         try:
             item = next(self._items)
         except RuntimeError as error:

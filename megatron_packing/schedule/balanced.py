@@ -187,21 +187,25 @@ class _Step:
         tokens_N, costs_N, room = samples.tokens_N, samples.costs_N, (bins, samples.capacity, samples.most)
         rank_of = step.share_out(tokens_N, costs_N, samples.ranks, bins * samples.capacity, goal)
         shared = step.fill_ranks(tokens_N, costs_N, rank_of, samples.ranks, *room)
-        by_rank = in_rows % samples.ranks * bins + in_rows // samples.ranks
-        best = by_rank
-        for start in (shared, by_rank.copy()):
-            if dearest > goal and start.min() >= 0:
-                cost = step.trade(tokens_N, costs_N, start, samples.ranks, *room, goal, _TRADE_TRIES)
-                if cost < dearest:
-                    dearest, best = cost, start
-        return self._dearest_first(best % bins * samples.ranks + best // bins)
+        starts = [in_rows]
+        if shared.min() >= 0:
+            starts.insert(0, self.none_empty(shared % bins * samples.ranks + shared // bins, at_home=True))
+        best = in_rows
+        for start in starts:
+            by_rank = start % samples.ranks * bins + start // samples.ranks
+            cost = step.trade(tokens_N, costs_N, by_rank, samples.ranks, *room, goal, _TRADE_TRIES)
+            if cost < dearest:
+                dearest, best = cost, by_rank % bins * samples.ranks + by_rank // bins
+            if dearest <= goal:
+                break
+        return self._dearest_first(best)
 
     def in_rows(self, bin_of: Int64Array) -> Int64Array:
         """The same bins, numbered anew: rows from the dearest to the cheapest, and in each row the dearest bin on the
         rank that has least so far. Empty bins get a sample first, if there is one to spare.
         """
         ranks = self.samples.ranks
-        bin_of = self._none_empty(bin_of)
+        bin_of = self.none_empty(bin_of, at_home=False)
         costs_B = self._bin_costs(bin_of)
         order = np.argsort(-costs_B, kind="stable").reshape(self.microbatches, ranks)
         paid_R = np.zeros(ranks, dtype=np.int64)
@@ -213,9 +217,8 @@ class _Step:
         return new[bin_of]
 
     def _dearest_first(self, bin_of: Int64Array) -> Int64Array:
-        """The same bins on the same ranks, each rank's own from the dearest to the cheapest; none empty."""
+        """The same bins on the same ranks, each rank's own from the dearest to the cheapest."""
         ranks = self.samples.ranks
-        bin_of = self._none_empty(bin_of)
         costs_MR = self._bin_costs(bin_of).reshape(self.microbatches, ranks)
         order_MR = np.argsort(-costs_MR, axis=0, kind="stable")
         new_MR = np.empty_like(order_MR)
@@ -230,23 +233,35 @@ class _Step:
         edges = np.searchsorted(bin_of[order], np.arange(bins + 1)).tolist()
         return [ids[start:end] for start, end in pairwise(edges)]
 
-    def _none_empty(self, bin_of: Int64Array) -> Int64Array:
-        """Each empty bin gets the shortest sample that shares a bin, if there is one: on its own rank or else anywhere.
+    def none_empty(self, bin_of: Int64Array, *, at_home: bool) -> Int64Array:
+        """Each empty bin gets the shortest sample that shares a bin, if there is one.
 
         Every rank has then something to learn from in every microbatch.
+
+        Args:
+            at_home: whether to look among the bin's own rank's samples first, which leaves ranks as dear as they are.
         """
-        ranks, bin_of = self.samples.ranks, bin_of.copy()
+        ranks = self.samples.ranks
         counts_B = np.bincount(bin_of, minlength=ranks * self.microbatches)
-        for b in np.flatnonzero(counts_B == 0):
+        empty = np.flatnonzero(counts_B == 0)
+        if not empty.size:
+            return bin_of
+        bin_of = bin_of.copy()
+        for b in empty:
             to_spare = np.flatnonzero(counts_B[bin_of] > 1)
             if not to_spare.size:
                 break
-            at_home = to_spare[bin_of[to_spare] % ranks == b % ranks]
-            sample = (at_home if at_home.size else to_spare)[-1]
+            if at_home and (bin_of[to_spare] % ranks == b % ranks).any():
+                to_spare = to_spare[bin_of[to_spare] % ranks == b % ranks]
+            sample = to_spare[-1]
             counts_B[bin_of[sample]] -= 1
             counts_B[b] = 1
             bin_of[sample] = b
         return bin_of
+
+    def lockstep_cost(self, bin_of: Int64Array) -> int:
+        """The dearest bin of each row, summed, once bins are sorted into rows by cost."""
+        return int(np.sort(self._bin_costs(bin_of))[::-1][:: self.samples.ranks].sum())
 
     def _bin_costs(self, bin_of: Int64Array) -> Int64Array:
         costs_B = np.zeros(self.samples.ranks * self.microbatches, dtype=np.int64)
@@ -359,6 +374,10 @@ class _Sweep:
             _RICHNESS[key[1]],
             key[2],
         )
+        if cost >= 0:
+            none_empty = self.step.none_empty(bin_of, at_home=False)
+            if none_empty is not bin_of:  # moving a sample may have made a row dearer: count it before choosing
+                bin_of, cost = none_empty, self.step.lockstep_cost(none_empty)
         self._results[key] = cost
         if cost >= 0 and (self._best is None or cost < self._best[0]):
             self._best, self._best_key = (cost, bin_of), key

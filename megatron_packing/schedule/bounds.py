@@ -113,9 +113,11 @@ def step_lower_bound(
 ) -> float:
     """Least possible cost of the busiest rank over a step of `num_microbatches`, over the mean rank's cost.
 
-    For every k: some k ranks hold the k dearest samples, and also the tokens that the other ranks have no room for;
-    let those be the tokens with the least cost, parts of samples allowed. One of the k ranks holds a k-th of that.
-    (max_seqs would make the bound stronger; it is left out.)
+    The largest of two, each over every k. (max_seqs would make them stronger; it is left out.)
+    - Some k ranks hold the k dearest samples, and also the tokens that the other ranks have no room for; let those be
+      the tokens with the least cost, parts of samples allowed. One of the k ranks holds a k-th of that.
+    - Of the k * dp + 1 dearest samples one rank holds k + 1 (there are more than k for each rank), which cost no less
+      than the k + 1 cheapest of them.
 
     Args:
         padded: padded tokens of each sample, shape [N].
@@ -132,7 +134,9 @@ def step_lower_bound(
     k = np.arange(1, min(dp, len(costs)) + 1)
     homeless = tokens_before[-1] - tokens_before[k] - (dp - k) * float(num_microbatches * capacity)
     extra = np.interp(np.maximum(0, homeless), _before(padded[cheapest]), _before(costs[cheapest]))
-    best = max(total / dp, float(((cost_before[k] + extra) / k).max()))
+    crowds = np.arange(1, (len(costs) - 1) // dp + 1) * dp + 1
+    crowded = cost_before[crowds] - cost_before[crowds - (crowds - 1) // dp - 1]
+    best = max(total / dp, float(((cost_before[k] + extra) / k).max()), float(crowded.max(initial=0)))
     return best / (total / dp)
 
 

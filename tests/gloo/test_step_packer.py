@@ -254,6 +254,9 @@ def test_pairs_and_single_samples_in_one_step(pool: GlooPool) -> None:
     assert [of_rank.boundaries for of_rank in packs] == [[[0, 3, 4]], [[0, 5]]]
     assert packs[0].figures["samples"] == 3
     assert packs[0].figures["padding_tokens"] == 1 + 3 + 3
+    drawn = [[pair(100, 3, 1), Row(length=4, first=300)], [Row(length=4, first=400), Row(length=4, first=500)]]
+    for of_rank in pack_step(pool, drawn, asked):
+        assert max(map(len, of_rank.tokens)) <= CAPACITY
 
 
 def test_a_pair_that_does_not_fit_stops_every_rank(pool: GlooPool) -> None:

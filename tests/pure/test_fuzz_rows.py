@@ -6,6 +6,7 @@ What is right is said here from the row's JSON alone: which strings a row says, 
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,17 +225,18 @@ LONG = Encoder(Bytes(), 4096)
 def test_lines_of_any_bytes(file: Any, lines: list[bytes]) -> None:
     path = file(b"{}\n" + b"\n".join(lines) + b"\n")
     numbers = [n for n, line in enumerate((b"{}", *lines), 1) if line.strip(b" \t\r")]
-    source = open_source(path)
-    assert len(source) == len(numbers)
-    for number, line in enumerate(numbers):
-        check_row(LONG, source, number, line)
+    with closing(open_source(path)) as source:
+        assert len(source) == len(numbers)
+        for number, line in enumerate(numbers):
+            check_row(LONG, source, number, line)
 
 
 @FUZZ
 @given(row=spoilt(), train_on=st.sampled_from(TRAIN_ON), cut=st.just(b"") | st.binary(max_size=2))
 def test_rows_of_any_json(file: Any, row: Any, train_on: str, cut: bytes) -> None:
     path = file(b"\n" + _line(row) + cut.replace(b"\n", b"") + b"\n")
-    made = check_row(Encoder(Bytes(), 4096, train_on=train_on), open_source(path), 0, 2)
+    with closing(open_source(path)) as source:
+        made = check_row(Encoder(Bytes(), 4096, train_on=train_on), source, 0, 2)
     if not made or cut.strip(b" \t\r"):
         return
     (sample,) = made
@@ -256,9 +258,9 @@ def test_rows_of_any_json(file: Any, row: Any, train_on: str, cut: bytes) -> Non
     policy=st.sampled_from(["drop", "truncate", "truncate-left", "split"]),
 )
 def test_what_a_policy_leaves_is_part_of_the_whole(file: Any, row: Any, seq_length: int, policy: str) -> None:
-    source = open_source(file(_line(row) + b"\n"))
-    whole = check_row(LONG, source, 0, 1)
-    parts = check_row(Encoder(Bytes(), seq_length, policy), source, 0, 1)
+    with closing(open_source(file(_line(row) + b"\n"))) as source:
+        whole = check_row(LONG, source, 0, 1)
+        parts = check_row(Encoder(Bytes(), seq_length, policy), source, 0, 1)
     if not whole:
         assert not parts
         return
@@ -278,7 +280,9 @@ FIELDS = ("tokens", "labels", "loss_mask")
 @FUZZ
 @given(row=spoilt())
 def test_rows_of_any_json_through_a_template(file: Any, row: Any, templated: Encoder) -> None:
-    for sample in check_row(templated, open_source(file(_line(row) + b"\n")), 0, 1):
+    with closing(open_source(file(_line(row) + b"\n"))) as source:
+        made = check_row(templated, source, 0, 1)
+    for sample in made:
         text = templated.tokenizer.decode([*sample.tokens.tolist(), int(sample.labels[-1])])
         turns = row.get("messages") or row.get("conversations") or []
         # A call is written in the template's own way.

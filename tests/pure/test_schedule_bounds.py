@@ -194,6 +194,8 @@ def test_lockstep_bound_sees(tokens: list[int], dp: int, max_seqs: int | None, b
         # The other rank holds 12 tokens, so the rank of the 8 must hold 4 more: 64 + 4 at least, of 80 in all.
         ([8] + [1] * 16, 2, 1, (64 + 4) / 40),
         ([8] + [1] * 16, 2, 2, 64 / 40),
+        ([9, 8, 7, 1], 2, 2, (64 + 49) / 97.5),  # of three that are dearer than the rest two are on one rank
+        ([9, 9, 9, 9, 9, 1], 2, 4, 3 * 81 / 203),  # of five three are
     ],
 )
 def test_step_bound_sees(tokens: list[int], dp: int, num_microbatches: int, bound: float) -> None:

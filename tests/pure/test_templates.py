@@ -293,6 +293,18 @@ def test_what_a_template_has_no_place_for_is_not_lost(build):
     assert tools.decode(sample.tokens.tolist()).startswith('<|im_start|>system\nTools:\n{"type": "function"')
 
 
+def test_thoughts_kept_apart_are_learned_where_the_template_writes_them(build):
+    writes = CHATML.template(blocks=False).replace(
+        "{{ m.content + '<|im_end|>' }}{% else %}",
+        "{{ '<think>' + (m.reasoning_content or '') + '</think>' + m.content + '<|im_end|>' }}{% else %}",
+    )
+    turns = [turn("user", "a"), turn("assistant", "b", reasoning_content="because"), turn("user", "c")]
+    turns += [turn("assistant", "", reasoning_content="hm", tool_calls=[]), turn("assistant", "d")]
+    assert encoded(build(writes), turns)[1] == (
+        "<think>because</think>b<|im_end|><think>hm</think><|im_end|><think></think>d<|im_end|>"
+    )
+
+
 def test_a_rows_own_arguments_reach_the_template(build):
     silent = "{% if quiet %}{{ 'Q' }}{% endif %}" + CHATML.template(blocks=False)
     row = {"messages": [turn("user", "a"), turn("assistant", "b")], "chat_template_kwargs": {"quiet": True}}

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,17 @@ def test_sft_row_that_is_too_long(policy: str, lengths: list[int] | None, tmp_pa
     else:
         assert [part.length for part in samples_of_row(dataset[0])] == lengths
         assert dataset[0]["truncated"]
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_sft_row_that_loses_one_of_its_conversations_says_so(learned: bool, tmp_path: Path) -> None:
+    """Here the second has nothing to learn: its answer is empty."""
+    row = {"messages": [*SFT_ROW["messages"][:5], {"role": "assistant", "content": "23" if learned else ""}]}
+    item = _dataset(tmp_path, [row], SFTDataset, sequence_length=12)[0]
+    assert [part.length for part in samples_of_row(item)] == ([4, 3] if learned else [4])
+    assert ("truncated" in item) is not learned
+    if not learned:
+        assert re.search(r"rows\.jsonl:1: cut to .*, or without those of its conversations", item["why"])
 
 
 def _preference(prompt: str, chosen: str, rejected: str) -> dict:

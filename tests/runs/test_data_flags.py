@@ -1,4 +1,4 @@
-"""A text longer than --seq-length under --packing-overlong split: one consumed sample, several in the pack."""
+"""What the flags of data change in a run: a text that is split, and which turns are learned."""
 
 import hashlib
 import json
@@ -32,6 +32,19 @@ def test_pieces_stay_in_their_rows_step(ranks: int, runner: Runner, tmp_path: Pa
         assert step.targets == step.real_tokens == sum(map(len, texts[first : first + BATCH]))
         assert step.squared_lengths == sum(len(piece) ** 2 for piece in pieces)
     assert max(len(_cut(text)) for text in texts) > 2
+
+
+def test_only_last_answers_are_learned_where_the_run_says_so(runner: Runner, tmp_path: Path) -> None:
+    turns = [("user", "1 2"), ("assistant", "3 4 5"), ("user", "6"), ("assistant", "7 8")]
+    data = tmp_path / "chats.jsonl"
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    data.write_text((json.dumps(row) + "\n") * BATCH)
+    flags = f"--use-varlen-dataset --global-batch-size {BATCH} --train-iters 1 --lr-decay-iters 8"
+    found = {
+        train_on: runner.train(flags, f"--packing-train-on {train_on}", data=data).iterations[0].targets
+        for train_on in ("all-assistant", "last-assistant")
+    }
+    assert found == {"all-assistant": BATCH * 7, "last-assistant": BATCH * 3}  # EOS behind each answer
 
 
 def _cut(text: list[int]) -> list[list[int]]:
