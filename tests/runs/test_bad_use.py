@@ -18,6 +18,10 @@ FLAGS = {
         f"{PACKED} --sequence-packing-scheduler best",
         ["scheduler is 'best'", "--sequence-packing-scheduler", "dp_balanced, first_fit"],
     ),
+    "groups that change": (
+        f"{PACKED} --dynamic-context-parallel",
+        ["dynamic_cp", "process groups", "megatron-packing plan", "dp_balanced, first_fit"],
+    ),
     "capacity below seq-length": (
         "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 32",
         ["--max-seqlen-per-dp-cp-rank 32", "--seq-length 64", "at least 64"],
