@@ -81,7 +81,7 @@ def balanced(problem: Problem) -> list[list[int]]:
 
 
 def warm_up() -> None:
-    """Compile what `balanced` needs, or load it: 15 s the first time on a machine, then about 1 s a process."""
+    """Compile what `balanced` needs, or load it: 10 s of CPU the first time on a machine, then 0.6 s a process."""
     from megatron_packing.schedule import lockstep, step
 
     one = np.ones(1, dtype=np.int64)
