@@ -1,9 +1,12 @@
-"""What does packing do to a run, step by step? One line beside Megatron's own, and TensorBoard and W&B."""
+"""What does packing do to a run, step by step? Two lines beside Megatron's own, and TensorBoard and W&B.
+
+The first line says what the step held and how fast it went, the second what its plan is worth.
+"""
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -86,7 +89,7 @@ class StepReporter:
         from megatron.training.utils import print_rank_last
 
         iteration = get_args().curr_iteration + 1
-        scalars = {
+        held: dict[str, int | float] = {
             "samples": figures.samples,
             "packs": figures.packs,
             "microbatches": figures.microbatches,
@@ -95,10 +98,11 @@ class StepReporter:
             "targets": figures.targets,
             "targets/s": interval.targets / interval.seconds,
             "real tokens/s": interval.real_tokens / interval.seconds,
-            "plan ms": figures.plan_ms,
-            "exchange ms": figures.exchange_ms,
         }
-        print_rank_last(_line(iteration, scalars, self._lost()))
+        planned = _plan_scalars(figures)
+        print_rank_last(_line("iteration", iteration, held, self._lost()))
+        print_rank_last(_line("plan", iteration, planned, {}))
+        scalars = held | planned
         writer, wandb = get_tensorboard_writer(), get_wandb_writer()
         if writer:
             for name, value in scalars.items():
@@ -116,11 +120,41 @@ class StepReporter:
         return {name: total for name, total in totals.items() if total}
 
 
-def _line(iteration: int, scalars: dict[str, Any], lost: dict[str, int]) -> str:
-    formats = {"fill": ".1%", "targets/s": ",.0f", "real tokens/s": ",.0f", "plan ms": ".2f", "exchange ms": ".2f"}
-    words = [f"{name}: {value:{formats.get(name, ',')}}" for name, value in scalars.items()]
+def _plan_scalars(figures: StepFigures) -> dict[str, int | float]:
+    """What the step's plan is worth. The three wastes and `fill` make 1; the bounds are what no plan goes below."""
+    return {
+        "alignment waste": figures.alignment_waste,
+        "tail waste": figures.tail_waste,
+        "dummy waste": figures.dummy_waste,
+        "least packs": figures.packs_lower_bound,
+        "step imbalance": figures.step_imbalance,
+        "lockstep imbalance": figures.lockstep_imbalance,
+        "least lockstep imbalance": figures.lockstep_lower_bound,
+        "plan ms": figures.plan_ms,
+        "exchange ms": figures.exchange_ms,
+    }
+
+
+_FORMATS = {
+    "fill": ".1%",
+    "targets/s": ",.0f",
+    "real tokens/s": ",.0f",
+    "alignment waste": ".1%",
+    "tail waste": ".1%",
+    "dummy waste": ".1%",
+    "step imbalance": ".3f",
+    "lockstep imbalance": ".3f",
+    "least lockstep imbalance": ".3f",
+    "plan ms": ".2f",
+    "exchange ms": ".2f",
+}
+"""How the log writes a figure; counts, which are not named here, with commas."""
+
+
+def _line(kind: str, iteration: int, scalars: Mapping[str, int | float], lost: Mapping[str, int]) -> str:
+    words = [f"{name}: {value:{_FORMATS.get(name, ',')}}" for name, value in scalars.items()]
     words += [f"{name}: {total:,}" for name, total in lost.items()]
-    return f" packing iteration {iteration:8d} | " + " | ".join(words) + " |"
+    return f" packing {kind:9} {iteration:8d} | " + " | ".join(words) + " |"
 
 
 class LossReporter:

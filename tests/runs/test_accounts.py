@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_packing import Topology, make_plan
+from megatron_packing.schedule import CostModel, TransformerShape
 from tests import tolerances
 from tests.runs.harness import Run, Runner
 
@@ -28,7 +30,7 @@ STEPS = [
     (64, 64, 64, 64),
     (NOTHING, 128, NOTHING, NOTHING),
     (5, 9, 3, 12),
-    (200, 40, 1, 100),
+    (200, 100, 150, 90),  # more than one microbatch for each of 2 ranks
 ]
 
 
@@ -66,6 +68,65 @@ def test_flops_are_counted_from_real_lengths_over_all_ranks(
     assert [step.squared_lengths for step in run.iterations] == [sum(n * n for n in step) for step in STEPS]
     dummies = [sum(pack == () for rank in step.packs for pack in rank) for step in run.iterations]
     assert dummies == ([0] * 6 if ranks == 1 else [0, 1, 0, 1, 0, 0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_log_shows_the_plan_of_each_step(ranks: int, runner: Runner, training: Path) -> None:
+    run = runner.train(PACKED, SHORT, f"--train-data-path {training}", data=None, ranks=ranks)
+    logged = [_figures(line) for line in run.log.splitlines() if line.startswith(" packing plan ")]
+    assert len(logged) == len(STEPS)
+    imbalances = set()
+    for step, figures in zip(STEPS, logged, strict=True):
+        lengths = [n for rank in range(ranks) for n in step[rank::ranks] if n != NOTHING]  # as Megatron deals them out
+        metrics = make_plan(
+            lengths, topology=Topology(dp=ranks), max_tokens_per_rank=256, cost=_cost(run.arguments)
+        ).metrics(lengths)
+        slots = metrics.packs * 256
+        assert float(figures.pop("plan ms")) > 0
+        assert float(figures.pop("exchange ms")) > 0
+        assert figures == {
+            "alignment waste": f"{metrics.alignment_waste / slots:.1%}",
+            "tail waste": f"{metrics.tail_waste / slots:.1%}",
+            "dummy waste": f"{metrics.dummy_waste / slots:.1%}",
+            "least packs": f"{metrics.packs_lower_bound}",
+            "step imbalance": f"{metrics.step_imbalance:.3f}",
+            "lockstep imbalance": f"{metrics.lockstep_imbalance:.3f}",
+            "least lockstep imbalance": f"{metrics.lockstep_lower_bound:.3f}",
+        }
+        imbalances.add(figures["step imbalance"])
+    assert len(imbalances) == (1 if ranks == 1 else 4), "else the steps are too much alike to tell a wrong figure"
+
+
+def _figures(line: str) -> dict[str, str]:
+    """The words of one line of packing figures, by name."""
+    return dict(word.strip().split(": ") for word in line.split("|")[1:-1])
+
+
+def _cost(arguments: dict[str, str]) -> CostModel:
+    """FLOPs of the tests' model; see tests/torch/test_costs.py."""
+    layers, hidden, heads, groups, ffn, vocabulary = (
+        int(arguments[name])
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "ffn_hidden_size",
+            "padded_vocab_size",
+        )
+    )
+    return CostModel.from_transformer(
+        TransformerShape(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            head_dim=hidden // heads,
+            groups=groups,
+            ffn=ffn,
+            gated=True,
+            vocabulary=vocabulary,
+        )
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

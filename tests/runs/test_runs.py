@@ -200,3 +200,8 @@ def test_tensorboard_gets_the_figures(runner: Runner, chats: Path, tmp_path: Pat
     events.Reload()
     assert {"packing/fill", "packing/targets", "packing/real tokens/s"} <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("packing/fill")] == [1, 2, 3]
+    shares = ("fill", "alignment waste", "tail waste", "dummy waste")
+    for one in zip(*(events.Scalars(f"packing/{name}") for name in shares), strict=True):
+        assert sum(event.value for event in one) == pytest.approx(1, abs=1e-6), "every slot is accounted for"
+    for name in ("step imbalance", "lockstep imbalance", "least lockstep imbalance", "least packs"):
+        assert all(event.value >= 1 for event in events.Scalars(f"packing/{name}"))
