@@ -53,7 +53,7 @@ def inspect(context: typer.Context) -> None:
     from megatron_packing.mcore.data_flags import resolve_run  # imports Megatron
 
     sys.path.insert(0, os.getcwd())  # as a script's folder is, for --packing-dataset
-    run = resolve_run([_in_full(word) for word in words], _add_own_flags)
+    run = resolve_run([in_full(word) for word in words], _add_own_flags)
     if run.ignored:
         say("note", f"no bearing on the data, passed over: {', '.join(run.ignored)}")
     if run.args.row is None:
@@ -62,7 +62,8 @@ def inspect(context: typer.Context) -> None:
         _show_row(run, run.args.row)
 
 
-def _in_full(word: str) -> str:
+def in_full(word: str) -> str:
+    """A flag under training's name, with its value if that stands in the same word; other words as they are."""
     flag, equals, value = word.partition("=")
     return _SHORT_NAMES.get(flag, flag) + equals + value
 
@@ -71,17 +72,19 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("inspect")
     group.add_argument(
         "--row",
-        type=_at_least(0),
+        type=at_least(0),
         metavar="I",
         help="show this one row, counted from 0 through all paths in order, token by token",
     )
     group.add_argument(
-        "--limit", type=_at_least(1), metavar="N", help="look at the first N rows of each file only (default: all)"
+        "--limit", type=at_least(1), metavar="N", help="look at the first N rows of each file only (default: all)"
     )
     group.add_argument("--json", action="store_true", help="JSON on standard output instead of tables")
 
 
-def _at_least(lowest: int) -> Any:
+def at_least(lowest: int) -> Any:
+    """A type for argparse: integers from `lowest` on."""
+
     def number(word: str) -> int:
         value = int(word)
         if value < lowest:
@@ -149,6 +152,11 @@ def _show_paths(run: "DataRun") -> None:
     for one in surveyed:
         if not one.seen.samples:
             say("note", f"{one.path}: no row looked at makes a sample, so training on it would not start.")
+
+
+def surveyed(run: "DataRun", data: "DataPath", limit: int | None) -> Iterator[tuple[str, "Survey", range]]:
+    """Each file of a path of the run's data: its name, what its first `limit` rows give, and all of its rows."""
+    return _surveyed(_rows_of(run, data), limit)
 
 
 def _surveyed(rows: "DatasetRows", limit: int | None) -> Iterator[tuple[str, "Survey", range]]:

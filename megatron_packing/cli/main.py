@@ -18,7 +18,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # what is not our error is a bug: its plain traceback is what a report needs
 )
 
-app.command("plan")(reports_errors(plan))
+# What `plan` does not know may be a flag of data or tokenizer; it refuses the others itself.
+app.command("plan", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(reports_errors(plan))
 app.command("pack")(reports_errors(pack))
 # Training's own parser reads its flags, --help included, and refuses what it does not know.
 _ALL_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

@@ -1,22 +1,26 @@
-"""What would packing make of these lengths? Plans every step of an epoch; loads neither torch nor Megatron.
+"""What would packing make of these lengths? Plans every step of an epoch; without a data file no Megatron is needed.
 
-Cost: 3 to 6 s for a million lengths, a scheduler.
+Cost: 3 to 6 s for a million lengths, a scheduler; of a data file, tokenizing its rows first.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 import typer
-from rich.table import Table
 
+from megatron_packing.cli.baselines import padded_baseline, sorted_baseline
+from megatron_packing.cli.capacity_advice import advise
 from megatron_packing.cli.lengths import load_lengths
 from megatron_packing.cli.output import console, print_json, say
-from megatron_packing.cli.padded import PaddedAccount, padded_account
-from megatron_packing.data.progress import progress_bar
+from megatron_packing.cli.padded import padded_account
+from megatron_packing.cli.plan_page import write_page
+from megatron_packing.cli.plan_report import PlanReport
+from megatron_packing.cli.plan_tables import print_tables
+from megatron_packing.cli.planning import Setting, plan_steps, recommended
 from megatron_packing.errors import CapacityError, ConfigError
 from megatron_packing.schedule import (
     CHOOSES_GROUPS,
@@ -24,75 +28,19 @@ from megatron_packing.schedule import (
     SCHEDULERS,
     CostModel,
     GroupSizes,
-    Metrics,
     check_scheduler,
-    imbalance,
-    make_plan,
-    mean_metrics,
-    objective,
-    warm_up,
 )
 from megatron_packing.topology import Topology
 
 type Int64Array = npt.NDArray[np.int64]
 
-_LONG_WORK = 200_000
-"""Lengths to plan, all schedulers together, from which a progress bar is worth its place: about a second."""
-
-
-_MOST_TO_RECOMMEND = 100_000
-"""Samples of a step up to which `balanced` is looked at: more are a whole set and no step."""
-_STEPS_TO_RECOMMEND = 50
-"""Steps that are planned to look at it, spread over all: less than a second, as a rule."""
-_WORTH_RECOMMENDING = 1.01
-"""How many times longer steps must be for another scheduler to be recommended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setting:
-    """What every step is planned under."""
-
-    topology: Topology
-    max_tokens_per_rank: int
-    seq_length: int
-    """Tokens that the padded baseline pads to; also the longest sample."""
-    max_seqs: int | None
-    cost: CostModel
-    balance: str
-    """What `balanced` keeps small."""
-    group_sizes: GroupSizes
-    widest_cp: int
-    """Ranks that share the largest pack which every scheduler can make."""
-
-    @property
-    def capacity(self) -> int:
-        return self.max_tokens_per_rank * self.widest_cp
-
-    @property
-    def capacity_of(self) -> str:
-        """The capacity, in words."""
-        return f"{self.capacity:,} = {self.max_tokens_per_rank:,} per rank x CP {self.widest_cp}"
-
-    def metrics(self, lengths: Int64Array, scheduler: str) -> Metrics:
-        """The metrics of one step."""
-        plan = make_plan(
-            lengths,
-            scheduler=scheduler,
-            topology=self.topology,
-            max_tokens_per_rank=self.max_tokens_per_rank,
-            max_seqs=self.max_seqs,
-            cost=self.cost,
-            group_sizes=self.group_sizes,
-            balance=self.balance,
-        )
-        return plan.metrics(lengths)
-
 
 def plan(
+    context: typer.Context,
     lengths: Annotated[
-        Path,
+        Path | None,
         typer.Option(help='Sample lengths in tokens: .npy, .txt (one a line), .json (a list, or {"length": count}).'),
-    ],
+    ] = None,
     dp: Annotated[int, typer.Option("--dp", "--data-parallel-size", min=1, help="Data-parallel ranks.")] = 1,
     cp: Annotated[int, typer.Option("--cp", "--context-parallel-size", min=1, help="Context-parallel ranks.")] = 1,
     tp: Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", min=1, help="Tensor-parallel ranks.")] = 1,
@@ -143,11 +91,16 @@ def plan(
         bool, typer.Option("--any-group-size", help="dynamic_cp: groups have any multiple of the smallest's ranks.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Shuffles lengths given as counts; a list keeps its order.")] = 1234,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write a page with pictures here; it needs no network to be read.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of tables.")] = False,
 ) -> None:
-    """Show what packing would make of a file of lengths, next to padding.
+    """Show what packing would make of a file of lengths, or of a data file, next to padding.
 
-    Steps are consecutive global batches; an incomplete last one is left out. Needs neither torch nor a GPU.
+    Instead of --lengths: --data PATH --tokenizer NAME, and every data and tokenizer flag that `inspect` takes, with
+    --limit N for the first N rows of each file; that needs Megatron. Steps are consecutive global batches; an
+    incomplete last one is left out. Nothing needs a GPU.
     """
     names = list(dict.fromkeys(map(check_scheduler, scheduler or ["first_fit"])))
     setting = _setting(
@@ -168,28 +121,75 @@ def plan(
             f"a run would refuse this setting: a pack holds {setting.capacity:,} tokens, and --seq-length lets a "
             f"sample have {setting.seq_length:,}.",
         )
-    all_lengths = load_lengths(lengths, seed)
-    _check_fit(all_lengths, lengths, setting, seq_length_given=seq_length is not None)
+    source, all_lengths, dropped = _read(lengths, context.args, setting, seed)
+    _check_fit(all_lengths, source, setting, seq_length_given=seq_length is not None)
     for name in names:
         if name in NOT_IN_TRAINING:
             say("note", f"training refuses {name}: {NOT_IN_TRAINING[name]}.")
-    steps = _steps(all_lengths, lengths, global_batch_size)
-    account = padded_account(np.concatenate(steps), setting.seq_length)
-    metrics = _metrics_by_scheduler(steps, names, setting)
-    recommended = _recommended(steps, metrics, setting)
+    steps = _steps(all_lengths, source, global_batch_size)
+    report = _report(source, steps, names, setting, dropped=dropped)
+    if html is not None:
+        write_page(html, report)
+        say("note", f"{html} is written; open it in a browser.")
     if as_json:
-        by_name = {name: one.as_dict() for name, one in metrics.items()}
-        print_json(
-            {
-                "padded": account.as_dict(),
-                "schedulers": by_name,
-                "recommended": None if recommended is None else asdict(recommended),
-            }
-        )
+        print_json(_figures(report))
     else:
-        _print_tables(account, metrics, setting, samples=len(steps) * len(steps[0]))
-        if recommended is not None:
-            console().print(recommended.in_words())
+        print_tables(report)
+        words = [] if report.recommended is None else [report.recommended.in_words()]
+        for sentence in [*words, *([] if report.advice is None else report.advice.in_words())]:
+            console().print(sentence)
+
+
+def _read(lengths: Path | None, words: Sequence[str], setting: Setting, seed: int) -> tuple[str, Int64Array, int]:
+    """What the lengths are of, the lengths, and the rows that make no sample.
+
+    Args:
+        lengths: a file of lengths, or None for a data file.
+        words: of the command line that are no flags of ours: those of data and tokenizer.
+        setting: its sequence length is the longest sample's.
+        seed: see `load_lengths`; of made-up data.
+    """
+    if lengths is not None:
+        if words:
+            raise ConfigError(f"{words[0]}: no flag that goes with --lengths. See megatron-packing plan --help.")
+        return str(lengths), load_lengths(lengths, seed), 0
+    if not words:
+        raise ConfigError("nothing to plan: give --lengths FILE, or --data PATH with --tokenizer NAME.")
+    from megatron_packing.cli.data_lengths import data_lengths
+
+    found = data_lengths(words, seq_length=setting.seq_length, seed=seed)
+    return found.name, found.lengths, found.dropped
+
+
+def _report(
+    source: str, steps: Sequence[Int64Array], names: Sequence[str], setting: Setting, *, dropped: int
+) -> PlanReport:
+    planned = plan_steps(steps, names, setting, dropped=dropped)
+    static = setting.max_tokens_per_rank * setting.topology.cp
+    baselines = {"padded": padded_baseline(steps, setting.seq_length, setting.topology, setting.cost)}
+    if max(int(step.max()) for step in steps) <= static:  # else a sample fits in groups only
+        baselines["sorted"] = sorted_baseline(steps, static, setting.topology, setting.cost)
+    return PlanReport(
+        source=source,
+        setting=setting,
+        steps=steps,
+        account=padded_account(np.concatenate(steps), setting.seq_length),
+        baselines=baselines,
+        planned=planned,
+        recommended=recommended(steps, {name: one.mean for name, one in planned.items()}, setting),
+        advice=advise(steps, setting),
+    )
+
+
+def _figures(report: PlanReport) -> dict[str, object]:
+    """For JSON."""
+    return {
+        "padded": report.account.as_dict(),
+        "schedulers": {name: one.mean.as_dict() for name, one in report.planned.items()},
+        "recommended": None if report.recommended is None else asdict(report.recommended),
+        "baselines": {name: one.as_dict() for name, one in report.baselines.items()},
+        "advice": None if report.advice is None else report.advice.as_dict(),
+    }
 
 
 def _setting(
@@ -202,7 +202,7 @@ def _setting(
     group_sizes: GroupSizes,
     schedulers: Sequence[str],
     balance: str,
-) -> _Setting:
+) -> Setting:
     """The setting with its defaults filled in, as training fills them in."""
     if max_tokens_per_rank is None:
         if seq_length is None:
@@ -212,7 +212,7 @@ def _setting(
             )
         max_tokens_per_rank = topology.pad(seq_length) // topology.cp
     widest_cp = topology.cp * (topology.dp if CHOOSES_GROUPS.issuperset(schedulers) else 1)
-    return _Setting(
+    return Setting(
         topology=topology,
         max_tokens_per_rank=max_tokens_per_rank,
         widest_cp=widest_cp,
@@ -224,7 +224,7 @@ def _setting(
     )
 
 
-def _check_fit(lengths: Int64Array, path: Path, setting: _Setting, *, seq_length_given: bool) -> None:
+def _check_fit(lengths: Int64Array, path: str, setting: Setting, *, seq_length_given: bool) -> None:
     """No length is above what a sample or a pack may have; checked before planning, to name the place in the file."""
     sample = f"--seq-length is {setting.seq_length:,}"
     pack = f"a pack holds {setting.capacity_of}"
@@ -239,7 +239,7 @@ def _check_fit(lengths: Int64Array, path: Path, setting: _Setting, *, seq_length
             )
 
 
-def _steps(lengths: Int64Array, path: Path, global_batch_size: int | None) -> list[Int64Array]:
+def _steps(lengths: Int64Array, path: str, global_batch_size: int | None) -> list[Int64Array]:
     """Consecutive global batches, at least one."""
     size = global_batch_size or len(lengths)
     num_steps, left_out = divmod(len(lengths), size)
@@ -255,127 +255,3 @@ def _steps(lengths: Int64Array, path: Path, global_batch_size: int | None) -> li
             f"({num_steps:,} steps are planned).",
         )
     return np.split(lengths[: num_steps * size], num_steps)
-
-
-def _metrics_by_scheduler(steps: Sequence[Int64Array], names: Sequence[str], setting: _Setting) -> dict[str, Metrics]:
-    means = {}
-    with progress_bar(wanted=len(names) * len(steps) * len(steps[0]) >= _LONG_WORK) as progress:
-        for name in names:
-            warm_up(name)
-            of_steps = progress.track(steps, description=f"planning with {name}")
-            means[name] = mean_metrics([setting.metrics(step, name) for step in of_steps])
-    return means
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Recommended:
-    """A scheduler under which steps are shorter than under those that were asked for."""
-
-    scheduler: str
-    balance: str
-    """What decides how long a step takes here: `step` or `lockstep`."""
-    imbalance: float
-    """A step takes this many times the mean rank's work; mean over steps."""
-    in_place_of: str
-    """The best of those asked for."""
-    its_imbalance: float
-
-    def in_words(self) -> str:
-        return (
-            f"Recommended: --sequence-packing-scheduler {self.scheduler}. A step takes {self.imbalance:.3f} times the "
-            f"mean rank's work; with {self.in_place_of} {self.its_imbalance:.3f} times ({self.balance} imbalance), so "
-            f"that {1 - self.imbalance / self.its_imbalance:.0%} of a step goes."
-        )
-
-
-def _recommended(steps: Sequence[Int64Array], metrics: dict[str, Metrics], setting: _Setting) -> _Recommended | None:
-    """`balanced`, asked for or not, if steps are shorter with it. None for one rank, which waits for nobody."""
-    kept_small = objective(setting.balance, setting.topology)
-    replaceable = metrics.keys() - {"balanced", *NOT_IN_TRAINING}
-    others = {name: imbalance(one, kept_small) for name, one in metrics.items() if name in replaceable}
-    if setting.topology.dp == 1 or not others or len(steps[0]) > _MOST_TO_RECOMMEND:
-        return None
-    best = min(others, key=lambda name: others[name])
-    looked_at = steps[:: -(-len(steps) // _STEPS_TO_RECOMMEND)]
-    warm_up("balanced")
-    ours, theirs = (
-        imbalance(mean_metrics([setting.metrics(step, name) for step in looked_at]), kept_small)
-        for name in ("balanced", best)
-    )
-    if theirs < _WORTH_RECOMMENDING * ours:
-        return None
-    return _Recommended(
-        scheduler="balanced", balance=kept_small, imbalance=ours, in_place_of=best, its_imbalance=theirs
-    )
-
-
-# --- for humans -----------------------------------------------------------------------------------
-
-# Figure of a scheduler -> how it is written. What padding does in its place is in `_padded_column`.
-_ROWS: tuple[tuple[str, Callable[[Metrics], str]], ...] = (
-    ("microbatches per rank", lambda m: f"{m.microbatches_per_rank:,.2f}"),
-    ("packs", lambda m: f"{m.packs:,.2f}"),
-    ("  at least", lambda m: f"{m.packs_lower_bound:,.2f}"),
-    ("fill", lambda m: f"{m.fill:.1%}"),
-    ("largest pack / capacity", lambda m: f"{m.max_pack_load:.1%}"),
-    ("padding tokens that run", lambda m: f"{m.padding_tokens:,.1f}"),
-    ("step imbalance", lambda m: f"{m.step_imbalance:.3f}"),
-    ("lockstep imbalance", lambda m: f"{m.lockstep_imbalance:.3f}"),
-    ("  at least", lambda m: f"{m.lockstep_lower_bound:.3f}"),
-    ("planning, ms", lambda m: f"{m.plan_ms:.2f}"),
-)
-
-
-def _print_tables(account: PaddedAccount, metrics: dict[str, Metrics], setting: _Setting, *, samples: int) -> None:
-    num_steps = next(iter(metrics.values())).steps
-    out = console()
-    out.print(_comparison(account, metrics, setting, samples=samples, num_steps=num_steps))
-    out.print(_padding_table(account, setting.seq_length, samples=samples))
-
-
-def _comparison(
-    account: PaddedAccount, metrics: dict[str, Metrics], setting: _Setting, *, samples: int, num_steps: int
-) -> Table:
-    table = Table(
-        title=f"Mean of a step (steps: {num_steps:,}, samples in each: {samples // num_steps:,}); "
-        f"packs of {setting.capacity:,} tokens, alignment {setting.topology.alignment}",
-        title_justify="left",
-    )
-    table.add_column("")
-    for name in ("padded", *metrics):
-        table.add_column(name, justify="right")
-    padded = _padded_column(account, setting.topology.dp, samples=samples, num_steps=num_steps)
-    for label, write in _ROWS:
-        table.add_row(label, padded.get(label, "-"), *(write(one) for one in metrics.values()))
-    return table
-
-
-def _padded_column(account: PaddedAccount, dp: int, *, samples: int, num_steps: int) -> dict[str, str]:
-    """What one sample a microbatch, padded to --seq-length, makes of the same steps. Every row of it costs the same."""
-    return {
-        "microbatches per rank": f"{-(-samples // num_steps // dp):,.2f}",
-        "packs": f"{samples / num_steps:,.2f}",
-        "fill": f"{1 - account.waste:.1%}",
-        "padding tokens that run": f"{account.padding_tokens / num_steps:,.1f}",
-    }
-
-
-def _padding_table(account: PaddedAccount, seq_length: int, *, samples: int) -> Table:
-    table = Table(title=f"{samples:,} samples padded to {seq_length:,} tokens each, in all", title_justify="left")
-    table.add_column("")
-    table.add_column("tokens", justify="right")
-    table.add_column("share", justify="right")
-    table.add_row("slots", f"{account.slots:,}", "")
-    table.add_row("real tokens", f"{account.real_tokens:,}", f"{1 - account.waste:.1%}")
-    table.add_row("padding", f"{account.padding_tokens:,}", f"{account.waste:.1%}")
-    table.add_row(f"slots of {account.bound_packs:,} full packs, the least", f"{account.bound_slots:,}", "")
-    table.add_row(
-        "  padding left in them", f"{account.tail_padding:,}", f"{account.tail_padding / account.bound_slots:.1%}"
-    )
-    table.add_row("  slots saved, the most", f"{account.saved:,}", f"{account.saved / account.slots:.1%}")
-    table.add_section()
-    share = account.score_half_squares / account.padded_half_squares
-    table.add_row("attention scores / 2, padded", f"{account.padded_half_squares:,}", "")
-    table.add_row("attention scores / 2, packed", f"{account.score_half_squares:,}", f"{share:.1%}")
-    table.add_row("causal pairs, packed", f"{account.causal_pairs:,}", "")
-    return table

@@ -154,11 +154,12 @@ def _lengths_table(total: Survey) -> Table:
     return table
 
 
-def histogram(lengths: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
+def histogram(lengths: npt.NDArray[np.int64], most_bins: int = _MOST_BINS) -> tuple[list[int], list[int]]:
     """Counts over spans of one width, which is 1, 2 or 5 times a power of 10.
 
     Args:
         lengths: int64 [N], at least one of them, each at least 1.
+        most_bins: spans, counted from 0 tokens.
 
     Returns:
         edges: [bins + 1]; span i holds lengths from edges[i] up to, not including, edges[i + 1].
@@ -166,7 +167,7 @@ def histogram(lengths: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
     """
     longest = int(lengths.max())
     steps = (factor * 10**power for power in range(19) for factor in (1, 2, 5))
-    width = next(step for step in steps if longest // step < _MOST_BINS)
+    width = next(step for step in steps if longest // step < most_bins)
     counts = np.bincount(lengths // width)
     first = int(np.flatnonzero(counts)[0])
     return [width * place for place in range(first, len(counts) + 1)], counts[first:].tolist()

@@ -148,7 +148,7 @@ def test_schedulers_get_the_mean_of_their_steps(lengths_file: Path) -> None:
     flags = "--dp 2 --cp 2 --tp 2 --sequence-parallel --max-seqlen-per-dp-cp-rank 64 --global-batch-size 35"
     flags += " --max-seqs 5 --cost-linear 100 --scheduler dp_balanced --scheduler first_fit"
     report = planned("--lengths", lengths_file, *flags.split())
-    assert list(report) == ["padded", "schedulers", "recommended"]
+    assert list(report) == ["padded", "schedulers", "recommended", "baselines", "advice"]
     assert list(report["schedulers"]) == ["dp_balanced", "first_fit"]
     lengths = np.load(lengths_file)
     for name, figures in report["schedulers"].items():
