@@ -68,8 +68,8 @@ class Advice:
     balance: str
     """What decides how long a step takes here: `step` or `lockstep`."""
     best: Choice
-    """Of those that need no more memory than was asked for: the smallest CP whose steps come within 5 % of the shortest,
-    and of its choices that are alike within 1 % the one with the fewest microbatches."""
+    """Of those that need no more memory than was asked for: the smallest CP whose steps come within 5 % of the
+    shortest, and of its choices that are alike within 1 % the one with the fewest microbatches."""
     less_memory: Choice | None
     """The same with half the memory; None: the longest sample does not fit, or it would be no less."""
     more_memory: Choice | None

@@ -43,13 +43,14 @@ def data_lengths(flags: Sequence[str], *, seq_length: int, seed: int) -> DataLen
         PackingError: an unknown flag, data or a tokenizer that cannot be used, or no row that makes a sample.
     """
     from megatron_packing.mcore.data_flags import resolve_run  # imports Megatron
-    from megatron_packing.mcore.look import data_paths
 
     sys.path.insert(0, os.getcwd())  # as a script's folder is, for --packing-dataset
     ours = ["--seq-length", str(seq_length), "--seed", str(seed)]
     run = resolve_run([*map(in_full, flags), *ours], _add_limit)
     if run.ignored:
         say("note", f"no bearing on the data, passed over: {', '.join(run.ignored)}")
+    from megatron_packing.mcore.look import data_paths  # after `resolve_run`, which keeps Megatron's import quiet
+
     paths = data_paths(run.config)
     looks = [look for data in paths for _, look, _ in surveyed(run, data, run.args.limit)]
     name = ", ".join("mock data" if data.path is None else data.path for data in paths)

@@ -1,5 +1,6 @@
 """How does a plan look? One page with pictures and figures that needs no network, nor anything beside itself."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -49,7 +50,7 @@ def page(report: PlanReport) -> str:
         _section(
             "Where the slots go",
             "<p>Slots are places for tokens: packs x capacity, dummies included. What runs of padding is alignment; "
-            "without packing, all of it. The tail of a pack does not run, and of a dummy one unit of alignment does.</p>",
+            "without packing, all of it. The tail of a pack does not run; of a dummy one unit of alignment does.</p>",
             waste_picture(report),
         ),
         _section(
@@ -62,7 +63,7 @@ def page(report: PlanReport) -> str:
         sections.append(
             _section(
                 f"Packs of the first step: {name}",
-                f"<p>{'All' if shown == count else f'The first {shown:,} of'} {count:,} packs. A column is a rank's "
+                f"<p>{'All' if shown == count else f'The first {shown:,} of'} {count:,} packs. A column is a "
                 "pack, a box a sample (its length and work under the mouse), what is empty is the pack's tail.</p>",
                 packs_picture(planned.first, report.steps[0]),
             )
@@ -194,27 +195,32 @@ def _points(frame: Frame, values: Sequence[float]) -> Iterator[tuple[float, floa
 def packs_picture(plan: Plan, lengths: np.ndarray) -> str:
     """A step's packs beside each other, microbatch by microbatch, rank by rank, their samples one on the other."""
     frame = Frame(height=240)
-    shown = [(m, r, pack) for m, r, pack in _numbered(plan)][:_MOST_PACKS]
-    gaps = max(m for m, _, _ in shown)
-    units = sum(plan.cp_size_of(pack) for _, _, pack in shown)
-    wide = (frame.width - 6 * gaps) / units
+    shown = list(itertools.islice(_placed(plan), _MOST_PACKS))
+    gaps = shown[-1][0]
+    wide = (frame.width - 6 * gaps) / sum(plan.cp_size_of(pack) for _, _, pack in shown)
     parts = [y_axis(frame, [0.0, 0.25, 0.5, 0.75, 1.0], ".0%")]
-    x, before = frame.left, 0
-    for m, r, pack in shown:
-        if m != before:
-            x, before = x + 6, m
-        parts.append(_pack_column(frame, x, wide * plan.cp_size_of(pack), plan, pack, lengths, f"rank {r}"))
-        if r == 0:
-            parts.append(text(x, frame.bottom + 16, f"{m + 1}"))
+    x, before = frame.left, -1
+    for number, where, pack in shown:
+        if number != before:
+            x, before = x + (6 if number else 0), number
+            parts.append(text(x, frame.bottom + 16, f"{number + 1}"))
+        parts.append(_pack_column(frame, x, wide * plan.cp_size_of(pack), plan, pack, lengths, where))
         x += wide * plan.cp_size_of(pack)
     parts.append(text(frame.x(0.5), frame.bottom + 32, "microbatch; its ranks from left to right", anchor="middle"))
     return picture(parts, width=_WIDTH, height=frame.bottom + 40, label=f"packs of {plan.scheduler}")
 
 
-def _numbered(plan: Plan) -> Iterator[tuple[int, int, Pack]]:
+def _placed(plan: Plan) -> Iterator[tuple[int, str, Pack]]:
+    """Each pack with its microbatch and the ranks that run it: DP ranks, or those of DP x CP where groups change."""
     for number, microbatch in enumerate(plan.microbatches):
-        for rank, pack in enumerate(microbatch.packs):
-            yield number, rank, pack
+        first = 0
+        for dp_rank, pack in enumerate(microbatch.packs):
+            last = first + plan.cp_size_of(pack) - 1
+            if plan.group_sizes is None:
+                yield number, f"rank {dp_rank}", pack
+            else:
+                yield number, f"rank {first}" if first == last else f"ranks {first} to {last}", pack
+            first = last + 1
 
 
 def _pack_column(frame: Frame, x: float, wide: float, plan: Plan, pack: Pack, lengths: np.ndarray, where: str) -> str:
@@ -254,7 +260,9 @@ padding:0 16px}
 h1{font-size:20px;overflow-wrap:anywhere}h2{font-size:16px;margin:32px 0 8px}
 svg{width:100%;height:auto;display:block}svg text{font-size:12px;fill:var(--ink)}svg text.on{fill:#fff}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}td,th{padding:3px 12px;text-align:right;
-border-bottom:1px solid var(--grid);font-weight:normal}th:first-child{text-align:left}th.part{padding-left:28px}tr:first-child th{font-weight:600}
+border-bottom:1px solid var(--grid);font-weight:normal}
+th:first-child{text-align:left}th.part{padding-left:28px}
+tr:first-child th{font-weight:600}
 .real,.sample0{fill:var(--a)}.sample1{fill:var(--b)}.sample2{fill:var(--c)}.alignment{fill:var(--warm)}
 .tail,.free{fill:var(--pale)}.dummy{fill:var(--bad)}
 .line{fill:none;stroke-width:1.6}.grid{stroke:var(--grid);stroke-width:1}

@@ -109,9 +109,17 @@ def lengths_file(tmp_path: Path) -> Path:
             },
             id="sixty-percent-saved",
         ),
-        pytest.param([2048, 128], 131_072, {"padding_tokens": 259_968, "bound_packs": 1}, id="long-context"),
+        pytest.param(
+            [2048, 128],
+            131_072,
+            {"padding_tokens": 259_968, "waste": 259_968 / 262_144, "bound_packs": 1},
+            id="long-context",
+        ),
         pytest.param(
             [3, 2, 4], 4, {"slots": 12, "real_tokens": 9, "score_half_squares": 14.5, "causal_pairs": 19}, id="by-hand"
+        ),
+        pytest.param(
+            [9], 9, {"slots": 9, "score_half_squares": 81 / 2, "causal_pairs": 45}, id="by-hand-as-one-sequence"
         ),
         pytest.param([5], 5, {"padding_tokens": 0, "waste": 0.0, "tail_padding": 0, "saved": 0}, id="one-full"),
     ],
@@ -272,6 +280,20 @@ def test_a_pack_shorter_than_a_sample_may_be_is_what_a_run_refuses(write: Any) -
 
 
 # --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "seq_length", "shares"),
+    [
+        ([2048, 512, 256, 128], 2048, ("64.1%", "28.1%", "50.0%")),
+        ([1024, 768, 512, 256, 96], 2048, ("74.1%", "35.2%", "60.0%")),
+        ([2048, 128], 131_072, ("99.2%",)),
+    ],
+)
+def test_the_tables_show_shares(write: Any, lengths: list[int], seq_length: int, shares: tuple[str, ...]) -> None:
+    shown = run("plan", "--lengths", write("lengths.json", json.dumps(lengths)), "--seq-length", seq_length).stdout
+    for share in shares:
+        assert f" {share} " in shown
 
 
 def test_the_tables_show_padding_and_each_scheduler(write: Any) -> None:

@@ -1,0 +1,66 @@
+"""Does `megatron-packing plan --data` plan the samples that training would see?"""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from megatron_packing.cli.main import app
+
+NULL = ("--tokenizer", "null:100")
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Documents of 2 to 13 ids and EOS, of lengths 2 to 13 after the shift, and one without anything to learn."""
+    path = tmp_path / "rows.jsonl"
+    texts = [" ".join(["7"] * count) for count in (*range(2, 14), 0)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, words)])
+
+
+def test_a_data_file_gives_the_plan_of_its_lengths(rows: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "lengths.txt"
+    listed.write_text("\n".join(map(str, range(2, 14))))
+    flags = ("--seq-length", 16, "--global-batch-size", 4, "--dp", 2, "--cp", 2, "--scheduler", "balanced", "--json")
+    of_data = run("--data", rows, *NULL, *flags, "--lr", 1)
+    of_lengths = run("--lengths", listed, *flags)
+    assert (of_data.exit_code, of_lengths.exit_code) == (0, 0), of_data.output + of_lengths.output
+    data, lengths = json.loads(of_data.stdout), json.loads(of_lengths.stdout)
+    for report in (data, lengths):
+        del report["schedulers"]["balanced"]["plan_ms"]
+    assert data["schedulers"]["balanced"].pop("dropped") == 1
+    assert lengths["schedulers"]["balanced"].pop("dropped") == 0
+    assert data == lengths
+    assert "1 of 13 rows make no sample" in of_data.stderr
+    assert "no bearing on the data, passed over: --lr" in of_data.stderr
+
+
+def test_the_first_rows_and_trainings_own_flags(rows: Path) -> None:
+    """Of 5 rows, those of 4, 5 and 6 tokens are cut to 3."""
+    words = ("--data-path", rows, "--tokenizer-type", "NullTokenizer", "--vocab-size", 100, "--limit", 5)
+    result = run(*words, "--packing-overlong", "truncate", "--seq-length", 3, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["padded"]["real_tokens"] == 2 + 3 + 3 + 3 + 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--data", "ROWS", *NULL, "--seq-lenght", 9], "--seq-lenght"),
+        (["--data", "missing.jsonl", *NULL], "missing.jsonl"),
+        (["--data", "ROWS"], "--tokenizer is missing"),
+        (["--data", "ROWS", *NULL, "--limit", 0], "--limit"),
+        ([], "nothing to plan: give --lengths FILE, or --data PATH with --tokenizer NAME"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(rows: Path, words: list[object], said: str) -> None:
+    result = run(*(rows if word == "ROWS" else word for word in words), "--seq-length", 16)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr.splitlines()[-1]
