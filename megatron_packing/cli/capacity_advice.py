@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packing.cli.planning import Setting
+from megatron_packing.data.progress import progress_bar
 from megatron_packing.schedule import Metrics, imbalance, mean_metrics, objective, warm_up
 
 type Int64Array = npt.NDArray[np.int64]
@@ -19,9 +20,11 @@ type Int64Array = npt.NDArray[np.int64]
 SCHEDULERS = ("first_fit", "balanced")
 """What is tried: the default, and the one that balances."""
 _STEPS = 8
-"""Steps that every choice plans, spread over all."""
+"""Steps that every choice plans, at most, spread over all."""
 _MOST_SAMPLES = 20_000
-"""Samples of a step up to which advice is given: more are a whole set and no step."""
+"""Samples of these steps together. A step of more is a whole set, for which there is no advice."""
+_LONG_WORK = 100_000
+"""Samples to plan, all choices together, from which a progress bar is worth its place: about a second."""
 _ALIKE = 1.01
 """Steps that take at most this many times as long as the shortest are as good."""
 _WORTH_A_LARGER_CP = 1.05
@@ -102,11 +105,12 @@ def advise(steps: Sequence[Int64Array], setting: Setting) -> Advice | None:
     if len(steps[0]) > _MOST_SAMPLES:
         return None
     longest = max(int(step.max()) for step in steps)
-    looked_at = steps[:: -(-len(steps) // _STEPS)]
+    looked_at = steps[:: -(-len(steps) // min(_STEPS, _MOST_SAMPLES // len(steps[0])))]
     kept_small = objective(setting.balance, setting.topology)
+    tried = [(one, scheduler) for one in _settings(setting, longest) for scheduler in SCHEDULERS]
     choices = []
-    for one in _settings(setting, longest):
-        for scheduler in SCHEDULERS:
+    with progress_bar(wanted=len(tried) * len(looked_at) * len(steps[0]) >= _LONG_WORK) as progress:
+        for one, scheduler in progress.track(tried, description="trying other capacities and CPs"):
             warm_up(scheduler)
             mean = mean_metrics([one.metrics(step, scheduler) for step in looked_at])
             choices.append(_choice(one, scheduler, mean, kept_small, asked=setting.max_tokens_per_rank))

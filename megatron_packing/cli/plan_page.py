@@ -162,24 +162,28 @@ def _shares(of_steps: Sequence[Metrics]) -> tuple[float, ...]:
 
 
 def imbalance_picture(report: PlanReport, kept_small: str) -> str:
-    """A line for each scheduler over the steps, and the bound that none can go below where it is known."""
-    lines = {name: [imbalance(one, kept_small) for one in planned.of_steps] for name, planned in report.planned.items()}
+    """A line for each scheduler over the steps; for lockstep also those that none can go below."""
+    lines = {
+        name: (f"s{number % 5}", [imbalance(one, kept_small) for one in planned.of_steps])
+        for number, (name, planned) in enumerate(report.planned.items())
+    }
     if kept_small == "lockstep":
-        lines["bound"] = [one.lockstep_lower_bound for one in next(iter(report.planned.values())).of_steps]
-    highest = max(max(values) for values in lines.values())
+        for planned in report.planned.values():
+            which = "bound" if planned.first.group_sizes is None else "bound, groups that change"
+            lines[which] = ("bound", [one.lockstep_lower_bound for one in planned.of_steps])
+    highest = max(max(values) for _, values in lines.values())
     frame = Frame(low=1.0, high=max(1.0 + (highest - 1.0) * 1.05, 1.01))
-    parts = [y_axis(frame, ticks(frame.low, frame.high), ".3g")]
-    for number, (name, values) in enumerate(lines.items()):
-        style = "bound" if name == "bound" else f"s{number % 5}"
+    parts = [y_axis(frame, ticks(frame.low, frame.high), ".5g")]
+    for name, (style, values) in lines.items():
         tip = f"{name}: mean {sum(values) / len(values):.3f}, highest {max(values):.3f}"
         parts.append(line(list(_points(frame, values)), style, tip))
-    last = len(report.steps)
     parts += [
         text(frame.left, frame.bottom + 16, "step 1"),
-        text(frame.x(1), frame.bottom + 16, f"step {last:,}", anchor="end"),
+        text(frame.x(1), frame.bottom + 16, f"step {len(report.steps):,}", anchor="end"),
     ]
-    styles = [("bound" if name == "bound" else f"s{number % 5}", name) for number, name in enumerate(lines)]
-    parts.append(_legend(frame.left, frame.bottom + 26, [(f"{style} fill", name) for style, name in styles]))
+    parts.append(
+        _legend(frame.left, frame.bottom + 26, [(f"{style} fill", name) for name, (style, _) in lines.items()])
+    )
     return picture(parts, width=_WIDTH, height=frame.bottom + 50, label="imbalance of each step")
 
 

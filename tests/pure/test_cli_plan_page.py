@@ -87,6 +87,8 @@ def test_it_shows_every_figure(written: tuple[str, dict]) -> None:
             f"{name}: mean {figures['lockstep_imbalance']:.3f}",
         ):
             assert shown in words, (name, shown)
+    for which, name in (("bound", "first_fit"), ("bound, groups that change", "dynamic_cp")):
+        assert f"{which}: mean {report['schedulers'][name]['lockstep_lower_bound']:.3f}" in words
     for name, figures in report["baselines"].items():
         assert f"{figures['lockstep_imbalance']:.3f}" in words
         assert f"{name}, padding that runs: {1 - figures['fill']:.2%}" in words
