@@ -163,6 +163,13 @@ def _add_packing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "auto: with PP, EP or FSDP)",
     )
     add(
+        "--packing-plan",
+        type=str,
+        default=None,
+        metavar="FILE",
+        help="follow the packs that megatron-packing pack wrote for this data; each is one consumed sample",
+    )
+    add(
         "--packing-attention",
         choices=ATTENTION_BACKENDS,
         default="auto",
@@ -197,6 +204,7 @@ def wants_packing(args: argparse.Namespace) -> bool:
         args.use_varlen_dataset
         or args.varlen_sbhd_validation
         or args.packing_dataset is not None
+        or args.packing_plan is not None
         or args.sequence_packing_scheduler is not None
         or args.dynamic_context_parallel
         or args.min_dynamic_context_parallel_size != 1
@@ -235,6 +243,7 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         max_tokens_per_rank=capacity,
         max_seqs=args.thd_max_packed_sequences,
         balance=args.packing_balance,
+        plan=args.packing_plan,
         dataset=dataset,
         mock_config=args.varlen_mock_dataset_config_json,
         shuffle=args.packing_shuffle,

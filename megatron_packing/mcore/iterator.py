@@ -246,8 +246,15 @@ class _Drawn:
         self.lost = Lost()
 
     def add(self, item: dict[str, Any]) -> None:
-        """Take in one item of the loader: a sample, a dropped row, a row of several samples, or none (evaluation)."""
+        """Take in one item of the loader: a sample, a dropped row, a row of several samples, a pack of rows, or none
+        (evaluation)."""
         if "absent" in item:
+            return
+        if "pack" in item:
+            first = len(self.samples)
+            for row in item["pack"]:
+                self.add(row)
+            self.joined[first:] = [number > first for number in range(first, len(self.samples))]
             return
         if self.lost.add(item):
             return
