@@ -97,6 +97,10 @@ class StepPacker:
         self._ranks: dict[str, Any] = {"group": group, "device": device}
         self._lost = LostRows(group, device)
 
+    def use_cost(self, cost: CostModel) -> None:
+        """Plan with this cost from the next step on; the same on every rank."""
+        self._cost = cost
+
     def pack(self, data_iterator: Iterator[Any], count: int) -> PackedStep:
         """Draw `count` items and pack the step.
 

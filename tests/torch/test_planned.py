@@ -149,19 +149,10 @@ def test_packs_are_shuffled_each_epoch_as_rows_are(rows: Path) -> None:
     assert len({tuple(order[at : at + 2]) for at in range(0, 40, 2)}) == 2
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--varlen-sbhd-validation", "--varlen-sbhd-validation: the reference run"),
-        ("--packing-dataset preference --max-seqlen-per-dp-cp-rank 16", "--packing-dataset preference"),
-        ("--packing-overlong split", "--packing-overlong split"),
-        ("--sft", "--packing-dataset sft"),
-        ("--mock-data", "--mock-data"),
-    ],
-)
-def test_settings_that_no_plan_can_hold_under(flags: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"--packing-plan p.idx with {words}"):
-        run_of(f"--packing-plan p.idx {flags}")
+def test_the_flag_reaches_the_settings() -> None:
+    assert run_of("--packing-plan p.idx").packing.plan == "p.idx"
+    with pytest.raises(ConfigError, match="--packing-plan p.idx with --packing-dataset sft"):
+        run_of("--packing-plan p.idx --sft")
 
 
 def test_data_that_no_plan_can_number() -> None:
