@@ -73,9 +73,7 @@ def test_settings_cannot_change_later() -> None:
         pytest.param({"plan": "p", "dataset": "preference", "max_tokens_per_rank": 32}, "preference", id="pair-plan"),
         pytest.param({"plan": "p", "dataset": "mock"}, "--packing-plan p with --mock-data", id="mock-plan"),
         pytest.param({"plan": "p", "overlong": "split"}, "--packing-plan p with --packing-overlong", id="split-plan"),
-        pytest.param(
-            {"plan": "p", "scheduler": "dynamic_cp"}, "plan p with the scheduler dynamic_cp", id="groups-plan"
-        ),
+        pytest.param({"plan": "p", "scheduler": "dynamic_cp"}, "with the scheduler dynamic_cp", id="groups-plan"),
         pytest.param({"fit_cost_steps": 5}, "fit-cost 5: only balanced looks at costs", id="fit-first-fit"),
         pytest.param({"fit_cost_steps": -1}, "--packing-fit-cost -1: must be at least 1", id="fit-steps"),
         pytest.param(

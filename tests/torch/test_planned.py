@@ -151,7 +151,7 @@ def test_packs_are_shuffled_each_epoch_as_rows_are(rows: Path) -> None:
 
 def test_the_flag_reaches_the_settings() -> None:
     assert run_of("--packing-plan p.idx").packing.plan == "p.idx"
-    with pytest.raises(ConfigError, match="--packing-plan p.idx with --packing-dataset sft"):
+    with pytest.raises(ConfigError, match=r"--packing-plan p\.idx with --packing-dataset sft"):
         run_of("--packing-plan p.idx --sft")
 
 
