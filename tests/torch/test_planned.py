@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.datasets.utils import Split
 
 from megatron_packing import PreferenceDataset, SFTDataset, VarlenDataset
 from megatron_packing.errors import ConfigError
@@ -185,3 +186,11 @@ def test_a_run_of_smaller_packs_is_refused(rows: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             packs.check(key=key(rows), rules=rules_of(replace(made_for, **changes)))
     packs.check(key=key(rows), rules=rules_of(replace(made_for, max_tokens_per_rank=32, max_seqs=None)))
+
+
+def test_evaluation_takes_rows_as_they_stand(rows: Path) -> None:
+    training = planned(rows)
+    for split in (Split.valid, Split.test):
+        other = VarlenDataset(training.dataset, "rows", np.arange(5), None, split, training.config)
+        assert [other[number].keys() & {"pack", "tokens"} for number in (0, 3)] == [{"tokens"}] * 2
+        assert len(other) == 5
