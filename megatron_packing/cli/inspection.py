@@ -38,7 +38,7 @@ def inspect(context: typer.Context) -> None:
         usage = "megatron-packing inspect --data PATH --tokenizer NAME --seq-length N [flags]"
         print(help_of(usage, getdoc(inspect), _add_own_flags, matter=_MATTER))
         return
-    run = resolved(in_full(words), _add_own_flags, matter=_MATTER)
+    run = resolved(list(map(in_full, words)), _add_own_flags, matter=_MATTER)
     if run.args.row is None:
         _show_paths(run)
     else:

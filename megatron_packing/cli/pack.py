@@ -70,7 +70,7 @@ def pack(context: typer.Context) -> None:
     if wants_help(words):
         print(help_of(_USAGE, getdoc(pack), _add_own_flags, matter=_MATTER))
         return
-    words = _completed(in_full(words, _SHORT_NAMES))
+    words = _completed([in_full(word, _SHORT_NAMES) for word in words])
     run = resolved(words, _add_own_flags, matter=_MATTER, bearing=_WITH_BEARING)
     from megatron_packing.mcore.look import DatasetRows
     from megatron_packing.mcore.planned import key_of, planned_data, rules_of

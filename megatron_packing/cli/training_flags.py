@@ -28,10 +28,10 @@ Flags of training without bearing on {matter} are passed over, and named.
 """
 
 
-def in_full(words: Sequence[str], short_names: Mapping[str, str] = SHORT_NAMES) -> list[str]:
-    """`words` with training's names of flags in the place of short ones."""
-    parts = (word.partition("=") for word in words)
-    return [short_names.get(flag, flag) + equals + value for flag, equals, value in parts]
+def in_full(word: str, short_names: Mapping[str, str] = SHORT_NAMES) -> str:
+    """A flag under training's name, with its value if that stands in the same word; other words as they are."""
+    flag, equals, value = word.partition("=")
+    return short_names.get(flag, flag) + equals + value
 
 
 def wants_help(words: Sequence[str]) -> bool:
@@ -45,7 +45,7 @@ def resolved(
     """The data of a run with these flags; says which of them had no bearing. Imports Megatron: seconds.
 
     Args:
-        words: the command line, `in_full`.
+        words: the command line, each of them `in_full`.
         add_own: adds the command's own flags.
         matter: what flags may have a bearing on, for the message.
         bearing: flags of training that have, besides those of data.
