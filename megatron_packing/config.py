@@ -35,6 +35,10 @@ class PackingConfig:
     """Most samples in one pack; None: no limit."""
     balance: str = "auto"
     """What a scheduler that balances keeps small, of `schedule.BALANCES`."""
+    fit_cost_steps: int = 0
+    """Steps whose microbatches are timed, for `balanced` to go by; 0: it goes by the model's FLOPs."""
+    plan: str | None = None
+    """Pack file that training follows, each of its packs one consumed sample; None: rows are packed step by step."""
     dataset: str = "varlen"
     """varlen, sft, mock, preference, or module:Class of a user's own dataset."""
     mock_config: str | None = None
@@ -101,6 +105,8 @@ class PackingConfig:
         _check_choice("--packing-chat-format", self.chat_format, CHAT_FORMATS)
         _check_choice("--packing-train-on", self.train_on, TRAIN_ON)
         self._check_split()
+        self._check_plan()
+        self._check_fit_cost()
         _check_positive("--seq-length", self.seq_length)
         _check_positive("--packing-log-interval", self.log_interval)
         _check_positive("--packing-data-timeout", self.data_timeout)
@@ -168,6 +174,34 @@ class PackingConfig:
             raise ConfigError(
                 "--packing-overlong split with --sft: a row's chats share a buffer of --seq-length tokens, and chats "
                 "are never split. Use drop or truncate."
+            )
+
+    def _check_plan(self) -> None:
+        """What can be seen before the data are; `mcore.planned` looks at the rest."""
+        if self.plan is None:
+            return
+        refused = {
+            "--varlen-sbhd-validation: the reference run has no packs": not self.packed,
+            f"--packing-dataset {self.dataset}: a row of a plan is one sample": self.dataset in ("sft", "preference"),
+            "--mock-data: made-up samples are not packed ahead of time": self.dataset == "mock",
+            "--packing-overlong split: a row of a plan is one sample": self.overlong == "split",
+            f"the scheduler {self.scheduler}: it cuts packs anew, for groups of ranks": self.scheduler == "dynamic_cp",
+        }
+        for why, is_so in refused.items():
+            if is_so:
+                raise ConfigError(f"--packing-plan {self.plan} with {why}. Drop one of them.")
+
+    def _check_fit_cost(self) -> None:
+        if self.fit_cost_steps == 0:
+            return
+        flag = f"--packing-fit-cost {self.fit_cost_steps}"
+        _check_positive("--packing-fit-cost", self.fit_cost_steps)
+        if self.scheduler != "balanced":
+            raise ConfigError(f"{flag}: only balanced looks at costs. Add --sequence-packing-scheduler balanced.")
+        if self.topology.pp > 1 or self.topology.ep > 1:
+            raise ConfigError(
+                f"{flag} with PP {self.topology.pp}, EP {self.topology.ep}: ranks wait for one another within "
+                "microbatches there, so that a pack's time is not its own. Drop the flag."
             )
 
     def _check_capacity(self) -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_packing.cli.inspection import at_least, in_full, surveyed
+from megatron_packing.cli.inspection import surveyed
 from megatron_packing.cli.output import say
+from megatron_packing.cli.training_flags import at_least, in_full
 from megatron_packing.errors import ConfigError
 
 type Int64Array = npt.NDArray[np.int64]

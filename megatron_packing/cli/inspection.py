@@ -4,15 +4,14 @@ Cost: Megatron's import, some seconds; then reading and tokenizing the rows look
 """
 
 import argparse
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from inspect import getdoc
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from megatron_packing.cli.output import print_json, say
+from megatron_packing.cli.training_flags import at_least, help_of, in_full, resolved, wants_help
 from megatron_packing.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,19 +25,7 @@ _LONG_WORK = 5_000
 _MOCK_ROWS = 10_000
 """Made-up rows looked at where --limit is missing: there are a million of them."""
 
-_SHORT_NAMES = {"--data": "--data-path", "--tokenizer": "--tokenizer-model", "--schema": "--packing-schema"}
-
-_MEGATRONS = """
-Short names: --data for --data-path, --tokenizer for --tokenizer-model, --schema for --packing-schema. A tokenizer is a
-Hugging Face folder, a SentencePiece .model file, or null:VOCAB for rows of numbers; its --tokenizer-type is guessed.
-
-Megatron's own flags of data and tokenizers are taken as in training, among them:
-  --data-path [WEIGHT] PATH ...  --train-data-path, --valid-data-path, --test-data-path  --data-args-path
-  --split  --data-cache-path  --mock-data  --seq-length N  --seed N  --sft  --sft-tokenizer-prompt-format
-  --tokenizer-type  --tokenizer-model  --vocab-size  --chat-template  --tokenizer-special-tokens
-
-Flags of training without bearing on the data are passed over, and named.
-"""
+_MATTER = "the data"
 
 
 def inspect(context: typer.Context) -> None:
@@ -47,25 +34,15 @@ def inspect(context: typer.Context) -> None:
     Takes every data and tokenizer flag of training.
     """
     words = list(context.args)
-    if "--help" in words or "-h" in words:
-        print(_help())
+    if wants_help(words):
+        usage = "megatron-packing inspect --data PATH --tokenizer NAME --seq-length N [flags]"
+        print(help_of(usage, getdoc(inspect), _add_own_flags, matter=_MATTER))
         return
-    from megatron_packing.mcore.data_flags import resolve_run  # imports Megatron
-
-    sys.path.insert(0, os.getcwd())  # as a script's folder is, for --packing-dataset
-    run = resolve_run([in_full(word) for word in words], _add_own_flags)
-    if run.ignored:
-        say("note", f"no bearing on the data, passed over: {', '.join(run.ignored)}")
+    run = resolved(list(map(in_full, words)), _add_own_flags, matter=_MATTER)
     if run.args.row is None:
         _show_paths(run)
     else:
         _show_row(run, run.args.row)
-
-
-def in_full(word: str) -> str:
-    """A flag under training's name, with its value if that stands in the same word; other words as they are."""
-    flag, equals, value = word.partition("=")
-    return _SHORT_NAMES.get(flag, flag) + equals + value
 
 
 def _add_own_flags(parser: argparse.ArgumentParser) -> None:
@@ -80,34 +57,6 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--limit", type=at_least(1), metavar="N", help="look at the first N rows of each file only (default: all)"
     )
     group.add_argument("--json", action="store_true", help="JSON on standard output instead of tables")
-
-
-def at_least(lowest: int) -> Any:
-    """A type for argparse: integers from `lowest` on."""
-
-    def number(word: str) -> int:
-        value = int(word)
-        if value < lowest:
-            raise argparse.ArgumentTypeError(f"{value} is less than {lowest}")
-        return value
-
-    return number
-
-
-def _help() -> str:
-    from megatron_packing.mcore.args import add_data_flags
-
-    parser = argparse.ArgumentParser(
-        prog="megatron-packing inspect",
-        usage="megatron-packing inspect --data PATH --tokenizer NAME --seq-length N [flags]",
-        description=getdoc(inspect),
-        epilog=_MEGATRONS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-    )
-    _add_own_flags(parser)
-    add_data_flags(parser)
-    return parser.format_help()
 
 
 def _rows_of(run: "DataRun", data: "DataPath") -> "DatasetRows":

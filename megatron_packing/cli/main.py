@@ -20,9 +20,9 @@ app = typer.Typer(
 
 # What `plan` does not know may be a flag of data or tokenizer; it refuses the others itself.
 app.command("plan", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(reports_errors(plan))
-app.command("pack")(reports_errors(pack))
 # Training's own parser reads its flags, --help included, and refuses what it does not know.
 _ALL_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command("pack", context_settings=_ALL_WORDS)(reports_errors(pack))
 app.command("inspect", context_settings=_ALL_WORDS)(reports_errors(inspect))
 
 

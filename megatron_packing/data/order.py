@@ -48,17 +48,18 @@ def _mixed(value: int) -> int:
     return value ^ value >> 31
 
 
-def describe_epochs(rows: int, step: int) -> str:
+def describe_epochs(rows: int, step: int, rows_are: str = "rows") -> str:
     """In words, what becomes of the rows at an epoch's end.
 
     Args:
         rows: of an epoch.
         step: rows of an optimizer step (`--global-batch-size`).
+        rows_are: what to call them.
     """
     steps, left = divmod(rows, step)
     if not left:
-        return f"an epoch of {rows:,} rows is {steps:,} steps of {step:,}"
+        return f"an epoch of {rows:,} {rows_are} is {steps:,} steps of {step:,}"
     return (
-        f"an epoch of {rows:,} rows is {steps:,} steps of {step:,} and {left:,} rows left, whose step the next epoch's "
-        "first rows fill up; no row is left out"
+        f"an epoch of {rows:,} {rows_are} is {steps:,} steps of {step:,} and {left:,} {rows_are} left, whose step the "
+        f"next epoch's first {rows_are} fill up; none is left out"
     )

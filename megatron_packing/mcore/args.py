@@ -24,6 +24,8 @@ from megatron_packing.schedule import BALANCES, check_scheduler, check_trainable
 from megatron_packing.topology import Topology
 
 DEFAULT_SCHEDULER = "first_fit"
+DEFAULT_FIT_STEPS = 10
+"""Steps of --packing-fit-cost: some hundred microbatches over all ranks of an ordinary run."""
 DYNAMIC_SCHEDULER = "dynamic_cp"
 DATA_GROUP = "data for sequence packing (megatron_packing)"
 PACKING_GROUP = "sequence packing (megatron_packing)"
@@ -163,6 +165,23 @@ def _add_packing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "auto: with PP, EP or FSDP)",
     )
     add(
+        "--packing-fit-cost",
+        type=int,
+        nargs="?",
+        const=DEFAULT_FIT_STEPS,
+        default=0,
+        metavar="STEPS",
+        help="let balanced go by the measured times of the first steps' microbatches instead of FLOPs (default: "
+        f"{DEFAULT_FIT_STEPS} steps after the first)",
+    )
+    add(
+        "--packing-plan",
+        type=str,
+        default=None,
+        metavar="FILE",
+        help="follow the packs that megatron-packing pack wrote for this data; each is one consumed sample",
+    )
+    add(
         "--packing-attention",
         choices=ATTENTION_BACKENDS,
         default="auto",
@@ -197,6 +216,8 @@ def wants_packing(args: argparse.Namespace) -> bool:
         args.use_varlen_dataset
         or args.varlen_sbhd_validation
         or args.packing_dataset is not None
+        or args.packing_plan is not None
+        or args.packing_fit_cost
         or args.sequence_packing_scheduler is not None
         or args.dynamic_context_parallel
         or args.min_dynamic_context_parallel_size != 1
@@ -235,6 +256,8 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         max_tokens_per_rank=capacity,
         max_seqs=args.thd_max_packed_sequences,
         balance=args.packing_balance,
+        fit_cost_steps=args.packing_fit_cost,
+        plan=args.packing_plan,
         dataset=dataset,
         mock_config=args.varlen_mock_dataset_config_json,
         shuffle=args.packing_shuffle,

@@ -41,6 +41,7 @@ from megatron_packing.data.token_cache import TokenCache, open_cache
 from megatron_packing.errors import ConfigError, SampleError
 from megatron_packing.mcore.indexed import open_data
 from megatron_packing.mcore.tokenizer import MegatronTokenizer
+from megatron_packing.schedule.pack_file import PackFile
 
 
 @dataclasses.dataclass
@@ -63,6 +64,8 @@ class PackingDatasetConfig(GPTDatasetConfig):
     """How rows are understood."""
     packing_token_cache: str | None = None
     """Folder that keeps tokenized rows; None: rows are tokenized as they are drawn."""
+    packing_plan: str | None = None
+    """Pack file that training follows, checked by `mcore.planned`; None: a row is an item."""
     varlen_sbhd_validation: bool = False
     """Pad every sample to `sequence_length`: the reference run."""
     varlen_mock_dataset_config_json: str | None = None
@@ -83,6 +86,9 @@ class VarlenDataset(MegatronDataset):
     A text that `--packing-overlong split` cut is still one row and one consumed sample. Its item holds the pieces
     one after the other, unpadded: the four fields of shape [sum of lengths], positions restarting in each piece,
     `cu_seqlens` (int32 [pieces + 1]) and `max_seqlen` (int32 [], the longest piece) in place of the two lengths.
+
+    With `packing_plan` an item of the training split is one pack of that file, and one consumed sample: its only field
+    `pack` holds the items of the pack's rows, in order, which the packer does not part.
     """
 
     kept_together = 1
@@ -97,7 +103,9 @@ class VarlenDataset(MegatronDataset):
         index_split: Split,
         config: GPTDatasetConfig,
     ) -> None:
-        super().__init__(dataset, dataset_path, _as_range(indices), num_samples, index_split, config)
+        self._packs = _planned_packs(index_split, config)
+        exposed = _as_range(indices) if self._packs is None else range(len(self._packs))
+        super().__init__(dataset, dataset_path, exposed, num_samples, index_split, config)
         if num_samples and not len(indices):
             raise ConfigError(
                 f"{dataset_path}: --split gives the {index_split.name} split none of its {len(dataset)} rows, but "
@@ -120,12 +128,25 @@ class VarlenDataset(MegatronDataset):
         return len(self.indices) if self.num_samples is None else self.num_samples
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
-        row = self.row_of(idx)
+        number = self.row_of(idx)
+        if self._packs is None:
+            return self._item_of_row(number)
+        return {"pack": [self._item_of_row(int(row)) for row in self._packs[number]]}
+
+    def _item_of_row(self, row: int) -> dict[str, Any]:
         encoded = self.samples_of_row(row)
         return self._with_why(self._item(encoded), encoded, row)
 
+    def name_of(self, idx: int) -> str:
+        """What sample `idx` is made of, in words."""
+        number = self.row_of(idx) + 1
+        if self._packs is None:
+            return f"row {number} of {self.dataset_path or 'mock data'}"
+        return f"pack {number} of {self._packs.path}"
+
     def row_of(self, idx: int) -> int:
-        """The source's row that sample `idx` is made of; past the last row of an epoch, the next epoch's first.
+        """The source's row, or the plan's pack, that sample `idx` is made of; past the last of an epoch, the next
+        epoch's first.
 
         A function of the arguments and settings alone, so that every rank, worker and resumed run agrees.
         """
@@ -216,14 +237,24 @@ class VarlenDataset(MegatronDataset):
         Raises:
             ConfigError: the source does not say what it depends on.
         """
+        return _digest_of(self.fingerprints("--packing-token-cache"))
+
+    def fingerprints(self, flag: str) -> tuple[str, str]:
+        """Texts that change with the source's rows, and with what becomes of a row; equal in every process.
+
+        Args:
+            flag: what needs them, for the message.
+
+        Raises:
+            ConfigError: the source does not say what it depends on.
+        """
         if not hasattr(self.dataset, "fingerprint"):
             raise ConfigError(
-                f"--packing-token-cache with a source of your own ({type(self.dataset).__name__}): give it a property "
-                "fingerprint, a text that changes with its rows, or leave the flag out."
+                f"{flag} with a source of your own ({type(self.dataset).__name__}): give it a property fingerprint, a "
+                "text that changes with its rows, or leave the flag out."
             )
         skip = isinstance(self.config, PackingDatasetConfig) and self.config.packing_bad_rows == "skip"
-        depends_on = [self.dataset.fingerprint, self.encoder.fingerprint, str(skip), *_code_of(type(self))]
-        return hashlib.sha256("\n".join(depends_on).encode()).hexdigest()[:32]
+        return self.dataset.fingerprint, _digest_of((self.encoder.fingerprint, str(skip), *_code_of(type(self))))
 
     @cached_property
     def _token_cache(self) -> TokenCache | None:
@@ -367,6 +398,17 @@ class MockVarlenDataset(VarlenDataset):
             eos_id=tokenizer.eos_id,
             seed=config.random_seed,
         )
+
+
+def _planned_packs(split: Split, config: GPTDatasetConfig) -> PackFile | None:
+    """The packs that a split follows; None: its rows stand alone, as those of evaluation always do."""
+    path = config.packing_plan if isinstance(config, PackingDatasetConfig) and split is Split.train else None
+    return None if path is None else PackFile(path)
+
+
+def _digest_of(texts: Sequence[str]) -> str:
+    """32 hexadecimal digits."""
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:32]
 
 
 def _code_of(dataset_class: type) -> list[str]:

@@ -16,6 +16,7 @@ from megatron_packing.config import PackingConfig
 from megatron_packing.mcore.costs import cost_of_model
 from megatron_packing.mcore.iterator import StepFigures, StepPacker
 from megatron_packing.mcore.lost import LostInStep
+from megatron_packing.schedule import CostModel
 from megatron_packing.thd import PackShare, share_of_rank
 
 
@@ -46,6 +47,11 @@ class StepFeeder:
                 training: _make_packer(config if training else config.for_evaluation(), chunks, self._place)
                 for training in (True, False)
             }
+
+    def use_cost(self, cost: CostModel) -> None:
+        """Plan with this cost from the next step on; the same on every rank that draws."""
+        for packer in self._packers.values():
+            packer.use_cost(cost)
 
     def feed(self, data_iterator: Iterator[Any] | None, count: int, *, training: bool) -> FedStep:
         """Draw `count` items in each replica, and give this rank its share of every pack.

@@ -108,6 +108,10 @@ class StepPacker:
         self._ranks: dict[str, Any] = {"group": group, "device": device}
         self._lost = LostRows(group, device)
 
+    def use_cost(self, cost: CostModel) -> None:
+        """Plan with this cost from the next step on; the same on every rank."""
+        self._cost = cost
+
     def pack(self, data_iterator: Iterator[Any], count: int) -> PackedStep:
         """Draw `count` items and pack the step.
 
@@ -272,8 +276,15 @@ class _Drawn:
         self.lost = Lost()
 
     def add(self, item: dict[str, Any]) -> None:
-        """Take in one item of the loader: a sample, a dropped row, a row of several samples, or none (evaluation)."""
+        """Take in one item of the loader: a sample, a dropped row, a row of several samples, a pack of rows, or none
+        (evaluation)."""
         if "absent" in item:
+            return
+        if "pack" in item:
+            first = len(self.samples)
+            for row in item["pack"]:
+                self.add(row)
+            self.joined[first:] = [number > first for number in range(first, len(self.samples))]
             return
         if self.lost.add(item):
             return

@@ -236,7 +236,7 @@ def name_of(dataset: AnyDataset, number: int) -> str:
     part, own = _part_of(dataset, number) if isinstance(dataset, BlendedDataset) else (dataset, number)
     if not isinstance(part, VarlenDataset):
         return f"sample {number}"
-    return f"sample {number} (row {part.row_of(own) + 1} of {part.dataset_path or 'mock data'})"
+    return f"sample {number} ({part.name_of(own)})"
 
 
 def _begin_worker(worker: int) -> None:

@@ -19,6 +19,7 @@ from megatron_packing.mcore.dataset import (
     VarlenDataset,
 )
 from megatron_packing.mcore.look import check_sources, data_paths
+from megatron_packing.mcore.planned import follow_plan
 from megatron_packing.mcore.supply import check_requests, make_loaders
 from megatron_packing.mcore.token_caches import build_token_caches
 
@@ -29,6 +30,7 @@ def make_provider(config: PackingConfig) -> Callable[..., Any]:
     def provider(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.training import get_args
+        from megatron.training.utils import print_rank_0
 
         if config.packed and vp_stage not in (None, 0):
             return None, None, None  # the first chunk's iterator feeds them all
@@ -40,6 +42,8 @@ def make_provider(config: PackingConfig) -> Callable[..., Any]:
         _build_indexes(dataset_class, dataset_config)
         check_sources(dataset_class, dataset_config)
         build_token_caches(dataset_class, dataset_config)
+        if config.plan is not None:
+            print_rank_0(f"megatron_packing: {follow_plan(config, dataset_class, dataset_config)}")
         several = get_args().multiple_validation_sets
         check_requests(config, dataset_config, num_samples, several=several)
         asked = [num_samples[0], None, None] if config.full_validation else list(num_samples)

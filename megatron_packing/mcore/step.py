@@ -5,6 +5,7 @@ packs instead of samples, the number of packs instead of the number of samples, 
 model, FLOPs counted from real lengths, and no update in a step without targets.
 """
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from megatron_packing.config import PackingConfig
 from megatron_packing.errors import PackingError
 from megatron_packing.mcore.feed import FedStep, StepFeeder
+from megatron_packing.mcore.fit_cost import CostFitter
 from megatron_packing.mcore.params import padding_mask, to_packed_seq_params
 from megatron_packing.mcore.report import StepReporter
 from megatron_packing.thd import PackShare
@@ -30,6 +32,7 @@ class PackedStepRunner:
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._feeder: StepFeeder | None = None
         self._reporter = StepReporter(config)
+        self._fitter = CostFitter(config.fit_cost_steps)
 
     def wrap(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
         """`schedule` with the same signature, running each call's samples as packs."""
@@ -47,16 +50,20 @@ class PackedStepRunner:
             chunks = model if isinstance(model, list) else [model]
             feeder = self._prepare(chunks)
             self._reporter.step_begins(training=not forward_only)
+            if not forward_only:
+                _begin_fitting(self._fitter, feeder)
             step = feeder.feed(data_iterator, num_microbatches, training=not forward_only)
-            iterators = [PackIterator(step.shares, current) for current in self._currents]
-            losses = schedule(
-                data_iterator=iterators if isinstance(data_iterator, list) else iterators[0],
-                model=model,
-                num_microbatches=len(step.shares),
-                micro_batch_size=1,
-                forward_only=forward_only,
-                **keywords,
-            )
+            iterators = [PackIterator(step.shares, current, self._fitter.mark) for current in self._currents]
+            timing = contextlib.nullcontext() if forward_only else self._fitter.timing(_config_of(chunks), step.shares)
+            with timing:
+                losses = schedule(
+                    data_iterator=iterators if isinstance(data_iterator, list) else iterators[0],
+                    model=model,
+                    num_microbatches=len(step.shares),
+                    micro_batch_size=1,
+                    forward_only=forward_only,
+                    **keywords,
+                )
             for current in self._currents:
                 current.share = None
             _running.clear()
@@ -126,11 +133,15 @@ class CurrentMicrobatch:
 class PackIterator(Iterator[PackShare]):
     """Gives the packs of a step to the script's forward step and notes which one is current."""
 
-    def __init__(self, shares: Sequence[PackShare], current: CurrentMicrobatch) -> None:
+    def __init__(
+        self, shares: Sequence[PackShare], current: CurrentMicrobatch, taken: Callable[[], None] = lambda: None
+    ) -> None:
         self._remaining = iter(shares)
         self._current = current
+        self._taken = taken
 
     def __next__(self) -> PackShare:
+        self._taken()
         self._current.share = next(self._remaining).to("cuda")
         _running[:] = [self._current.share]
         return self._current.share
@@ -166,6 +177,19 @@ def _restart_rope_in_each_sample(chunk: nn.Module, current: CurrentMicrobatch) -
     for module in chunk.modules():
         if isinstance(module, RotaryEmbedding):
             module.register_forward_hook(angles_of_rows)
+
+
+def _begin_fitting(fitter: CostFitter, feeder: StepFeeder) -> None:
+    from megatron.training import get_args
+    from megatron.training.utils import print_rank_0
+
+    fitter.step_begins(get_args().curr_iteration, feeder.use_cost, print_rank_0)
+
+
+def _config_of(chunks: list[nn.Module]) -> Any:
+    from megatron.core.utils import get_model_config
+
+    return get_model_config(chunks[0])
 
 
 def _count_real_work(step: FedStep) -> None:

@@ -126,6 +126,9 @@ def describe_order(config: PackingConfig, dataset: AnyDataset, *, step: int, see
         order = f"shuffled in each epoch, seed {seed}" if config.shuffle else "as the rows stand in the file"
     if not isinstance(dataset, BlendedDataset):
         rows = len(dataset.indices)
+        if config.plan is not None:
+            order = order.replace("rows stand in the file", "packs stand in the plan")
+            return f"order: {order}; {describe_epochs(rows, step, 'packs')}"
     elif any(part.num_samples is not None for part in dataset.datasets):  # by weight, and not all rows of each
         return f"order: {order}; each file of the blend begins anew when its rows are used up"
     else:

@@ -36,6 +36,16 @@ class PackedSet:
         """The samples of each pack."""
         return iter(np.split(self.sample_ids, self.ends[:-1]) if len(self) else [])
 
+    def in_order_of_data(self) -> "PackedSet":
+        """The same packs by their first samples: a packer goes by length, which is no order to train in."""
+        sizes_P = np.diff(self.ends, prepend=0)
+        starts_P = self.ends - sizes_P
+        order_P = np.argsort(self.sample_ids[starts_P], kind="stable")
+        ends_P = np.cumsum(sizes_P[order_P])
+        moved_P = starts_P[order_P] - (ends_P - sizes_P[order_P])
+        place_N = np.arange(len(self.sample_ids)) + np.repeat(moved_P, sizes_P[order_P])
+        return PackedSet(sample_ids=self.sample_ids[place_N], ends=ends_P)
+
 
 def pack_set(padded: Int64Array, capacity: int, max_seqs: int | None = None) -> PackedSet:
     """As few packs as we can find.

@@ -1,9 +1,10 @@
 """Which samples did this data set's packs hold, when it was packed ahead of time? An index, without tokens, on disk.
 
 Packing a whole set takes seconds and needs every length; a run only needs to know which samples form a pack. The file
-holds that and nothing else, 4 to 8 bytes a sample, and is mapped, so that all processes of a machine share it:
+holds that and nothing else, 4 to 8 bytes a sample (the number of its row), and is mapped, so that all processes of a
+machine share it:
 
-    "MPACKS1\\n" | bytes of the header, uint64 | header, JSON | 0 to 63 bytes of 0 | ends, int64 [P]
+    "MPACKS2\\n" | bytes of the header, uint64 | header, JSON | 0 to 63 bytes of 0 | ends, int64 [P]
                 | sample ids, uint32 or int64 [N] | BLAKE2b of all that, 16 bytes
 
 It belongs to one *key*: the data, the tokenizer and the lengths that it was made of, each as a fingerprint. Sample 7
@@ -30,13 +31,12 @@ from megatron_packing.schedule.offline import PackedSet
 
 type Int64Array = npt.NDArray[np.int64]
 
-_MAGIC = b"MPACKS1\n"
+_MAGIC = b"MPACKS2\n"
 _HEADER = len(_MAGIC) + 8
 """Where the header begins."""
 _ALIGNMENT = 64
 """Bytes that the arrays begin at a multiple of."""
 _DIGEST = 16
-_BLOCK = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +44,11 @@ class PackKey:
     """What a pack file was made of. Fingerprints: equal strings mean equal things."""
 
     data: str
-    """Of the rows, as `fingerprint_of` a file."""
+    """Of the rows: what their source says it depends on."""
     tokenizer: str
-    """Of whatever turns rows into tokens: tokenizer, chat template, truncation."""
+    """Of whatever turns rows into tokens: tokenizer, chat template, truncation, a dataset's own code."""
     lengths: str
-    """Of the samples' lengths, as `fingerprint_of_lengths`."""
+    """Of the first rows' lengths, as `fingerprint_of_lengths`: what the two above miss shows in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,50 +63,36 @@ class PackRules:
     """Samples that a pack may hold; None means any number."""
 
 
-def fingerprint_of(path: str | os.PathLike[str]) -> str:
-    """Of a file's content; or of a folder: its files' names and contents.
-
-    Raises:
-        ConfigError: it is not there or cannot be read.
-    """
-    place, digest = Path(path), hashlib.blake2b(digest_size=_DIGEST)
-    try:
-        files = sorted(f for f in place.rglob("*") if f.is_file()) if place.is_dir() else [place]
-        for file in files:
-            digest.update(repr((file.relative_to(place).as_posix(), file.stat().st_size)).encode())
-            with file.open("rb") as content:
-                while block := content.read(_BLOCK):
-                    digest.update(block)
-    except OSError as error:
-        raise ConfigError(f"{place} cannot be read: {error.strerror or error}.") from error
-    return digest.hexdigest()
-
-
 def fingerprint_of_lengths(lengths: Int64Array) -> str:
     """Of lengths in tokens, int64 [N], in the order of the samples."""
     return hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=_DIGEST).hexdigest()
 
 
-def write_pack_file(path: str | os.PathLike[str], packed: PackedSet, *, key: PackKey, rules: PackRules) -> None:
+def write_pack_file(
+    path: str | os.PathLike[str], packed: PackedSet, *, key: PackKey, rules: PackRules, left_out: int = 0
+) -> None:
     """Write the file whole, or not at all: under another name, then renamed.
 
     Args:
         path: the file; one that is there is replaced.
-        packed: the packs.
+        packed: the packs; a sample's id is its row.
         key: what they were made of.
         rules: what they keep to; not checked.
+        left_out: rows of the data that make no sample and so are in no pack.
 
     Raises:
         ConfigError: it cannot be written.
-        PackingError: `packed` does not hold every sample exactly once.
+        PackingError: `packed` does not hold every row but those exactly once.
     """
     num_samples = len(packed.sample_ids)
-    times = np.bincount(packed.sample_ids, minlength=num_samples) if num_samples else np.zeros(0)
-    if len(times) != num_samples or not (times == 1).all() or packed.ends[-1:].sum() != num_samples:
+    rows = num_samples + left_out
+    times = np.bincount(packed.sample_ids, minlength=rows) if num_samples else np.zeros(rows)
+    if len(times) != rows or (times == 1).sum() != num_samples or packed.ends[-1:].sum() != num_samples:
         raise PackingError(f"{path}: the packs to write do not hold each of {num_samples:,} samples exactly once.")
-    dtype = np.dtype("<u4" if num_samples < 2**32 else "<i8")
+    dtype = np.dtype("<u4" if rows < 2**32 else "<i8")
     header = {
         "packs": len(packed),
+        "left_out": left_out,
         "dtype": dtype.str,
         "key": asdict(key),
         "rules": asdict(rules),
@@ -150,13 +136,26 @@ class PackFile:
         ids_at = ends_at + 8 * header["packs"]
         self._ends: npt.NDArray[Any] = content[ends_at:ids_at].view("<i8")
         self._sample_ids: npt.NDArray[Any] = content[ids_at:-_DIGEST].view(header["dtype"])
+        self._checksum = content[-_DIGEST:].tobytes()
+        self.left_out = int(header["left_out"])
+        """Rows of the data that are in no pack."""
         self.key = PackKey(**header["key"])
         self.rules = PackRules(**header["rules"])
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
 
     @property
     def num_samples(self) -> int:
         """Samples in all packs."""
         return len(self._sample_ids)
+
+    @property
+    def digest(self) -> int:
+        """63 bits that are equal where the files are."""
+        return int.from_bytes(self._checksum[:8], "little") >> 1
 
     def __len__(self) -> int:
         """Packs."""
@@ -183,7 +182,7 @@ class PackFile:
         if changed:
             raise ConfigError(
                 f"--packing-plan {self._path}: made of other {' and other '.join(changed)} than this run's (its "
-                f"{changed[0]}: {getattr(self.key, changed[0])!r}, the run's: {getattr(key, changed[0])!r}). Sample "
+                f"{changed[0]}: {getattr(self.key, changed[0])!r}, the run's: {getattr(key, changed[0])!r}). Row "
                 "numbers would mean other samples. Pack again with megatron-packing pack."
             )
         packs_seqs = self.num_samples if self.rules.max_seqs is None else self.rules.max_seqs

@@ -5,6 +5,7 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,8 @@ from megatron_packing.data.sources.index import IndexKind
 from megatron_packing.data.sources.lines import scan_lines
 from megatron_packing.errors import SampleError
 from megatron_packing.mcore import iterator, lost
+from megatron_packing.mcore.fit_cost import CostFitter
+from megatron_packing.schedule import CostModel
 from megatron_packing.thd import PackedBatch, PackShare, SampleTensors, build_pack, dummy_pack, share_of_rank
 from megatron_packing.thd.layout import order_of_gathered_rows, rows_of_cp_rank
 from megatron_packing.thd.pack import boundaries_of
@@ -179,6 +182,27 @@ def pack_under(config: PackingConfig, rows: list[Row], ranks: int) -> tuple[str,
     """The same rows on every rank, but each under settings of its own."""
     packer = iterator.StepPacker(config, group=group_of(ranks), device="cpu")
     return outcome(lambda: packer.pack(map(_item, rows), len(rows)).figures.samples)
+
+
+def fit_cost(packs: list[list[int]]) -> tuple[list[CostModel], list[str]]:
+    """What a rank uses and says that has run these packs, on a clock of its own that lies a little."""
+    now, used, said = [0.0], [], []
+    fitter = CostFitter(1, clock=lambda: now[0])
+    model = SimpleNamespace(finalize_model_grads_func=lambda: None)
+    for iteration in (1, 2, 3):
+        fitter.step_begins(iteration, used.append, said.append)
+        batches = [build_pack([_sample(length) for length in lengths], alignment=1) for lengths in packs]
+        with fitter.timing(model, [share_of_rank(batch, cp_size=1, cp_rank=0) for batch in batches]):
+            for lengths in packs:
+                fitter.mark()
+                now[0] += sum(3 * n + n * n for n in lengths) + 0.1 * dist.get_rank()
+            model.finalize_model_grads_func()
+    return used, said
+
+
+def _sample(length: int) -> SampleTensors:
+    ids = torch.ones(length, dtype=torch.int64)
+    return SampleTensors(tokens_L=ids, labels_L=ids, loss_mask_L=ids.float())
 
 
 def _pack(packer: iterator.StepPacker, rows: list[Row]) -> Packs:

@@ -68,6 +68,20 @@ def test_settings_cannot_change_later() -> None:
         pytest.param({"overlong": "split", "scheduler": None}, "with --varlen-sbhd-validation", id="padded-split"),
         pytest.param({"overlong": "split", "dataset": "sft"}, "split with --sft", id="sft-split"),
         pytest.param({"attention": "stock"}, "--packing-attention stock: .*Use auto, sdpa or te", id="stock-attention"),
+        pytest.param({"plan": "p", "scheduler": None}, "--packing-plan p with --varlen-sbhd-val", id="padded-plan"),
+        pytest.param({"plan": "p", "dataset": "sft"}, "--packing-plan p with --packing-dataset sft", id="sft-plan"),
+        pytest.param({"plan": "p", "dataset": "preference", "max_tokens_per_rank": 32}, "preference", id="pair-plan"),
+        pytest.param({"plan": "p", "dataset": "mock"}, "--packing-plan p with --mock-data", id="mock-plan"),
+        pytest.param({"plan": "p", "overlong": "split"}, "--packing-plan p with --packing-overlong", id="split-plan"),
+        pytest.param({"plan": "p", "scheduler": "dynamic_cp"}, "with the scheduler dynamic_cp", id="groups-plan"),
+        pytest.param({"fit_cost_steps": 5}, "fit-cost 5: only balanced looks at costs", id="fit-first-fit"),
+        pytest.param({"fit_cost_steps": -1}, "--packing-fit-cost -1: must be at least 1", id="fit-steps"),
+        pytest.param(
+            {"fit_cost_steps": 5, "scheduler": "balanced", "topology": Topology(pp=2)}, "PP 2, EP 1", id="fit-pipeline"
+        ),
+        pytest.param(
+            {"fit_cost_steps": 5, "scheduler": "balanced", "topology": Topology(dp=2, ep=2)}, "EP 2", id="fit-experts"
+        ),
     ],
 )
 def test_a_wrong_setting_names_its_flag_and_a_way_out(changes: dict[str, Any], message: str) -> None:

@@ -1,6 +1,5 @@
 """Does a pack file give back what was packed, and nothing where it is of other data, cut short or damaged?"""
 
-import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from megatron_packing.cli.main import app
 from megatron_packing.errors import ConfigError, PackingError
 from megatron_packing.schedule import pack_set
 from megatron_packing.schedule.offline import PackedSet
@@ -19,7 +16,6 @@ from megatron_packing.schedule.pack_file import (
     PackFile,
     PackKey,
     PackRules,
-    fingerprint_of,
     fingerprint_of_lengths,
     write_pack_file,
 )
@@ -154,75 +150,35 @@ def test_a_failed_write_leaves_the_old_file(written: Path, monkeypatch: pytest.M
     assert [file.name for file in written.parent.iterdir()] == ["packs.idx"]
 
 
-# Fingerprints
+def test_rows_may_be_left_out(tmp_path: Path) -> None:
+    """Rows 0, 3 and 5 of six make no sample."""
+    path = tmp_path / "packs.idx"
+    packed = PackedSet(sample_ids=np.array([2, 4, 1]), ends=np.array([2, 3]))
+    write_pack_file(path, packed, key=KEY, rules=RULES, left_out=3)
+    read = PackFile(path)
+    assert listed(read) == [[2, 4], [1]]
+    assert (read.num_samples, read.left_out) == (3, 3)
+    for wrong in (2, 0):
+        with pytest.raises(PackingError, match="exactly once"):
+            write_pack_file(path, packed, key=KEY, rules=RULES, left_out=wrong - 2)
 
 
-def test_fingerprints_see_content_and_order(tmp_path: Path) -> None:
-    first, second = tmp_path / "a", tmp_path / "b"
-    first.write_text("x")
-    second.write_text("x")
-    assert fingerprint_of(first) == fingerprint_of(second)
-    second.write_text("y")
-    assert fingerprint_of(first) != fingerprint_of(second)
-    folder = fingerprint_of(tmp_path)
-    second.rename(tmp_path / "c")
-    assert fingerprint_of(tmp_path) != folder
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        fingerprint_of(tmp_path / "none")
+def test_equal_files_have_equal_digests(tmp_path: Path) -> None:
+    digests = []
+    for number, lengths in enumerate(([9, 7], [9, 7], [9, 8])):
+        path = tmp_path / f"{number}"
+        write_pack_file(path, pack_set(np.array(lengths), 16), key=KEY, rules=RULES)
+        digests.append(PackFile(path).digest)
+    assert digests[0] == digests[1] != digests[2]
+    assert all(0 <= digest < 2**63 for digest in digests)
+
+
+def test_the_order_of_lengths_is_part_of_the_key() -> None:
     assert fingerprint_of_lengths(np.array([1, 2])) != fingerprint_of_lengths(np.array([2, 1]))
 
 
-# The command
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> dict[str, Path]:
-    paths = {name: tmp_path / name for name in ("lengths.npy", "data.jsonl", "tokenizer.model", "packs.idx")}
-    np.save(paths["lengths.npy"], np.random.default_rng(1).integers(1, 4096, 3000))
-    paths["data.jsonl"].write_text("{}\n")
-    paths["tokenizer.model"].write_text("t")
-    return paths
-
-
-def packed_by_command(data: dict[str, Path], *more: str) -> tuple[int, str, str]:
-    words = ["pack", "--lengths", data["lengths.npy"], "--data", data["data.jsonl"]]
-    words += ["--tokenizer", data["tokenizer.model"], "--out", data["packs.idx"], "--max-seqlen-per-dp-cp-rank", "4096"]
-    result = CliRunner().invoke(app, [*map(str, words), *more])
-    return result.exit_code, result.stdout, result.stderr
-
-
-def test_the_command_writes_what_a_run_can_check(data: dict[str, Path]) -> None:
-    code, out, _ = packed_by_command(data, "--json", "--cp", "2")
-    assert code == 0
-    figures = json.loads(out)
-    assert list(figures) == ["out", "samples", "packs", "packs_lower_bound", "fill", "seconds"]
-    lengths = np.load(data["lengths.npy"])
-    packs = PackFile(data["packs.idx"])
-    assert (len(packs), packs.num_samples) == (figures["packs"], 3000)
-    assert figures["fill"] == lengths.sum() / (len(packs) * 8192) > 0.99
-    assert all((-(-lengths[packs[i]] // 4) * 4).sum() <= 8192 for i in range(len(packs)))
-    key = PackKey(
-        data=fingerprint_of(data["data.jsonl"]),
-        tokenizer=fingerprint_of(data["tokenizer.model"]),
-        lengths=fingerprint_of_lengths(lengths),
-    )
-    packs.check(key=key, rules=PackRules(capacity=8192, alignment=4, max_seqs=None))
-
-
-def test_the_command_has_a_table(data: dict[str, Path]) -> None:
-    code, out, _ = packed_by_command(data)
-    assert code == 0
-    for words in ("samples", "3,000", "packs", "at least", "fill"):
-        assert words in out
-
-
-def test_the_command_refuses(data: dict[str, Path], tmp_path: Path) -> None:
-    np.save(data["lengths.npy"], np.array([5, 4097]))
-    code, _, errors = packed_by_command(data)
-    assert (code, data["packs.idx"].exists()) == (2, False)
-    assert "length 1, counted from 0, is 4,097 tokens; a pack holds 4,096" in errors
-    data["lengths.npy"] = tmp_path / "counts.json"
-    data["lengths.npy"].write_text(' {"5": 3}')
-    code, _, errors = packed_by_command(data)
-    assert code == 2
-    assert "counts by length" in errors
+@given(lengths=st.lists(st.integers(1, 16), max_size=60))
+def test_packs_in_the_order_of_the_data(lengths: list[int]) -> None:
+    packed = pack_set(np.array(lengths, dtype=np.int64), 16)
+    ordered = listed(packed.in_order_of_data())
+    assert ordered == sorted(listed(packed))  # first ids are all different

@@ -1,0 +1,27 @@
+"""--packing-fit-cost changes how samples are packed, once, on all ranks alike, and nothing that is learned."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import tolerances
+from tests.runs.harness import Runner
+from tests.runs.test_equals_unpacked import PACKED
+
+pytestmark = pytest.mark.run
+
+BALANCED = f"{PACKED} --sequence-packing-scheduler balanced --global-batch-size 16 --train-iters 6 --lr-decay-iters 6"
+
+
+def test_a_run_that_measures_its_cost_learns_the_same(runner: Runner, chats: Path) -> None:
+    """Ranks that planned apart would be told: plans are compared in each step."""
+    without = runner.train(BALANCED, data=chats, ranks=2)
+    measuring = runner.train(BALANCED, "--packing-fit-cost 3", data=chats, ranks=2)
+    assert "packing-fit-cost" not in without.log
+    assert measuring.log.count("--packing-fit-cost: ") == 1, "what was found, or that a busy machine hid it"
+    assert measuring.iterations[:4] == without.iterations[:4], "up to the fit, bit for bit"
+    for mine, theirs in zip(measuring.iterations, without.iterations, strict=True):
+        assert (mine.samples, mine.targets) == (theirs.samples, theirs.targets)
+        assert mine.loss is not None
+        assert theirs.loss is not None
+        assert abs(mine.loss - theirs.loss) <= tolerances.LOSS_PER_ITERATION * max(1.0, theirs.loss)
