@@ -291,7 +291,7 @@ class _Recommended:
 def _recommended(steps: Sequence[Int64Array], metrics: dict[str, Metrics], setting: _Setting) -> _Recommended | None:
     """`balanced`, asked for or not, if steps are shorter with it. None for one rank, which waits for nobody."""
     kept_small = objective(setting.balance, setting.topology)
-    replaceable = metrics.keys() - {"balanced", *NOT_IN_TRAINING}
+    replaceable = metrics.keys() - {"balanced", *NOT_IN_TRAINING, *CHOOSES_GROUPS}
     others = {name: imbalance(one, kept_small) for name, one in metrics.items() if name in replaceable}
     if setting.topology.dp == 1 or not others or len(steps[0]) > _MOST_TO_RECOMMEND:
         return None

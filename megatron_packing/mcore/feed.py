@@ -15,7 +15,7 @@ from torch import nn
 from megatron_packing.comm.broadcast import ModelParallel, share_packs
 from megatron_packing.comm.groups import ContextGroups
 from megatron_packing.config import PackingConfig
-from megatron_packing.mcore.costs import cost_of_model
+from megatron_packing.mcore.costs import cost_of_model, with_communication
 from megatron_packing.mcore.iterator import StepFigures, StepPacker, group_sizes_of
 from megatron_packing.mcore.lost import LostInStep
 from megatron_packing.thd import PackShare, share_of_rank
@@ -124,13 +124,16 @@ def _make_packer(config: PackingConfig, chunks: list[nn.Module], place: ModelPar
     model = get_model_config(chunks[0])
     # Interleaved stages run microbatches in groups, none of which may be cut.
     multiple = model.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
+    cost = cost_of_model(model, vocabulary=get_args().padded_vocab_size)
+    if config.smallest_group is not None:
+        cost = with_communication(cost, model)
     return StepPacker(
         config,
         group=parallel_state.get_data_parallel_group(),
         siblings=parallel_state.get_data_parallel_group(with_context_parallel=True) if place.cp_size > 1 else None,
         device=place.device,
         microbatch_multiple=multiple,
-        cost=cost_of_model(model, vocabulary=get_args().padded_vocab_size),
+        cost=cost,
     )
 
 
