@@ -23,7 +23,7 @@ ON_ONE_RANK = 8
     ranks_and_smallest=st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]),
     max_seqs=st.sampled_from([None, 1, 3]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_sample_arrives_whole_and_once_on_the_ranks_of_its_group(
     pool: GlooPool, lengths: list[int | None], ranks_and_smallest: tuple[int, int], max_seqs: int | None
 ) -> None:
