@@ -33,6 +33,9 @@ class PackingConfig:
     """Padded tokens that one DP x CP rank may hold; the capacity of a pack is this times CP."""
     max_seqs: int | None = None
     """Most samples in one pack; None: no limit."""
+    smallest_group: int | None = None
+    """Ranks of the smallest group that may share a pack, where the scheduler chooses groups of DP x CP ranks anew in
+    every microbatch; None: every pack is shared by CP ranks."""
     balance: str = "auto"
     """What a scheduler that balances keeps small, of `schedule.BALANCES`."""
     fit_cost_steps: int = 0
@@ -95,9 +98,16 @@ class PackingConfig:
         )
 
     @property
+    def widest(self) -> Topology:
+        """The topology, as it is for a pack that as many ranks share as may."""
+        if self.smallest_group is None:
+            return self.topology
+        return dataclasses.replace(self.topology, dp=1, cp=self.topology.dp * self.topology.cp)
+
+    @property
     def capacity(self) -> int:
-        """Padded tokens that a pack may hold."""
-        return self.max_tokens_per_rank * self.topology.cp
+        """Padded tokens that a pack may hold; where groups are chosen, that of all ranks."""
+        return self.max_tokens_per_rank * self.widest.cp
 
     def __post_init__(self) -> None:
         _check_choice("--packing-overlong", self.overlong, OVERLONG_POLICIES)
@@ -113,6 +123,8 @@ class PackingConfig:
         if self.max_seqs is not None:
             _check_positive("--thd-max-packed-sequences", self.max_seqs)
         if self.packed:
+            if self.smallest_group is not None:
+                self._check_groups()
             self._check_capacity()
             self._check_attention()
         self._check_evaluation()
@@ -126,6 +138,11 @@ class PackingConfig:
         """
         if samples == 1:
             return
+        if self.smallest_group is not None:
+            raise ConfigError(
+                f"--sequence-packing-scheduler dynamic_cp with --packing-dataset {self.dataset}: {samples} samples of "
+                "a row must share a pack, which it cannot promise. Use another scheduler."
+            )
         if not self.packed:
             raise ConfigError(
                 f"--varlen-sbhd-validation: a row of --packing-dataset {self.dataset} makes {samples} samples, which "
@@ -206,7 +223,7 @@ class PackingConfig:
 
     def _check_capacity(self) -> None:
         _check_positive("--max-seqlen-per-dp-cp-rank", self.max_tokens_per_rank)
-        topology, capacity = self.topology, self.capacity
+        topology, capacity = self.widest, self.capacity
         made_of = f"{self.max_tokens_per_rank} per rank x CP {topology.cp}"
         topology.check_capacity(self.max_tokens_per_rank)
         longest = topology.pad(self.seq_length)
@@ -220,6 +237,28 @@ class PackingConfig:
             raise ConfigError(
                 f"--max-seqlen-per-dp-cp-rank {self.max_tokens_per_rank}: a pack of {capacity} tokens does not fit in "
                 f"int32 boundaries; the limit is {2**31 - 1}. Lower it."
+            )
+
+    def _check_groups(self) -> None:
+        """Refuse what groups of ranks that change from microbatch to microbatch are not proven with."""
+        what, topology = "--sequence-packing-scheduler dynamic_cp", self.topology
+        if topology.cp > 1:
+            raise ConfigError(
+                f"{what} with --context-parallel-size {topology.cp}: it forms its groups of all DP x CP "
+                "ranks, whatever their fixed groups. Set it to 1; the same ranks are then data-parallel."
+            )
+        sizes = {
+            "--tensor-model-parallel-size": topology.tp,
+            "--pipeline-model-parallel-size": topology.pp,
+            "--expert-model-parallel-size": topology.ep,
+        }
+        for flag, size in sizes.items():
+            if size > 1:
+                raise ConfigError(f"{what} with {flag} {size}: not proven yet. Set it to 1, or use another scheduler.")
+        if self.attention != "sdpa":
+            raise ConfigError(
+                f"{what} with the attention {self.attention!r}: proven with ours only. Use --transformer-impl local "
+                "without --spec."
             )
 
     def _check_attention(self) -> None:
@@ -394,13 +433,26 @@ _OUR_ATTENTION = (
 )
 
 
-def check_megatron_flags(flags: Mapping[str, Any], *, packed: bool, attention: str) -> None:
+# What groups of ranks that change from microbatch to microbatch are not proven with.
+_GROUPS_CHANGE = (
+    _refuse("num_experts", "--num-experts {value}: not proven with dynamic context parallelism. Drop one of them."),
+    _refuse(
+        "apply_rope_fusion",
+        "RoPE fusion: not proven with dynamic context parallelism. Add --no-rope-fusion.",
+    ),
+)
+
+
+def check_megatron_flags(
+    flags: Mapping[str, Any], *, packed: bool, attention: str, groups_change: bool = False
+) -> None:
     """Refuse settings of Megatron that cannot be combined with packing.
 
     Args:
         flags: attribute name -> value, as Megatron parsed them, before its own validation.
         packed: whether samples are packed (else padded).
         attention: the resolved core attention, see `PackingConfig.attention`.
+        groups_change: whether the ranks that share a pack change from microbatch to microbatch.
 
     Raises:
         ConfigError: for the first such setting, with flag, value, reason and remedy.
@@ -408,6 +460,8 @@ def check_megatron_flags(flags: Mapping[str, Any], *, packed: bool, attention: s
     rules = _ALWAYS + (_PACKED if packed else ()) + (_OUR_ATTENTION if attention == "sdpa" else ())
     if packed and flags.get("num_experts"):
         rules += _PACKED_EXPERTS
+    if groups_change:
+        rules += _GROUPS_CHANGE
     for rule in rules:
         # A setting that this version of Megatron does not know cannot be wrong.
         if rule.setting in flags and rule.refused(flags[rule.setting]):

@@ -90,11 +90,11 @@ class Step:
             mine, mine, limit=len(mine), group=self.group, device="cpu", counters=()
         )
         plan = make_plan(self.gathered.lengths, "first_fit", Topology(dp=ranks), CAPACITY)
-        self.destinations = [0] * len(self.gathered.lengths)
+        self.destinations = [{0}] * len(self.gathered.lengths)
         for microbatch in plan.microbatches:
             for to, pack in enumerate(microbatch.packs):
                 for sample_id in pack.sample_ids:
-                    self.destinations[sample_id] = to
+                    self.destinations[sample_id] = {to}
         self.first = self.gathered.first_id(rank)
         self.rank = rank
 

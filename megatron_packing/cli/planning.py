@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from megatron_packing.data.progress import progress_bar
 from megatron_packing.schedule import (
+    CHOOSES_GROUPS,
     NOT_IN_TRAINING,
     CostModel,
     GroupSizes,
@@ -140,7 +141,7 @@ class Recommended:
 def recommended(steps: Sequence[Int64Array], metrics: Mapping[str, Metrics], setting: Setting) -> Recommended | None:
     """`balanced`, asked for or not, if steps are shorter with it. None for one rank, which waits for nobody."""
     kept_small = objective(setting.balance, setting.topology)
-    replaceable = metrics.keys() - {"balanced", *NOT_IN_TRAINING}
+    replaceable = metrics.keys() - {"balanced", *NOT_IN_TRAINING, *CHOOSES_GROUPS}
     others = {name: imbalance(one, kept_small) for name, one in metrics.items() if name in replaceable}
     if setting.topology.dp == 1 or not others or len(steps[0]) > _MOST_TO_RECOMMEND:
         return None

@@ -1,11 +1,11 @@
-"""How does each sample reach the rank that runs it? Flat int32 tensors, one all-to-all, nothing pickled.
+"""How does each sample reach the ranks that run it? Flat int32 tensors, one all-to-all, nothing pickled.
 
 A sample of L tokens travels as 3*L integers: tokens, labels, and the bits of the loss mask. Every rank
 knows all lengths and the plan, so that no sizes are exchanged. A rank that sends or receives nothing
-takes part with empty splits. Each token crosses the wire at most once to the rank that runs it.
+takes part with empty splits. Each token crosses the wire at most once to each rank that runs it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,16 @@ _FIELDS = 3  # tokens, labels, loss mask
 def exchange_samples(
     mine: Mapping[int, SampleTensors],
     *,
-    destinations: Sequence[int],
+    destinations: Sequence[Container[int]],
     gathered: GatheredLengths,
     group: dist.ProcessGroup | None,
     device: torch.device | str,
 ) -> dict[int, SampleTensors]:
-    """Send every sample to its destination.
+    """Send every sample, whole, to its destinations.
 
     Args:
         mine: the samples that this rank drew, by id.
-        destinations: DP rank that runs each sample, by id.
+        destinations: the ranks of `group` that run each sample, by id: one, or all that share its pack.
         gathered: all lengths and who drew what.
         group: the data-parallel group; None for a single rank.
         device: where the group's backend wants its tensors.
@@ -42,9 +42,9 @@ def exchange_samples(
     rank, ranks = group.rank(), group.size()
     owners = gathered.owners()
     # Ascending ids on both sides: the wire carries no names.
-    outgoing = [[i for i in sorted(mine) if destinations[i] == to] for to in range(ranks)]
+    outgoing = [[i for i in sorted(mine) if to in destinations[i]] for to in range(ranks)]
     incoming = [
-        [i for i, owner in enumerate(owners) if owner == source and destinations[i] == rank] for source in range(ranks)
+        [i for i, owner in enumerate(owners) if owner == source and rank in destinations[i]] for source in range(ranks)
     ]
     sizes_out = [sum(_FIELDS * gathered.lengths[i] for i in ids) for ids in outgoing]
     sizes_in = [sum(_FIELDS * gathered.lengths[i] for i in ids) for ids in incoming]

@@ -20,7 +20,7 @@ from megatron_packing.config import (
     samples_kept_together,
 )
 from megatron_packing.errors import ConfigError
-from megatron_packing.schedule import BALANCES, check_scheduler, check_trainable, objective
+from megatron_packing.schedule import BALANCES, CHOOSES_GROUPS, GroupSizes, check_scheduler, check_trainable, objective
 from megatron_packing.topology import Topology
 
 DEFAULT_SCHEDULER = "first_fit"
@@ -136,7 +136,8 @@ def _add_packing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--sequence-packing-scheduler",
         type=str,
         default=None,
-        help="how samples are packed: first_fit (default), dp_balanced or balanced; with --sft, packs SFT rows",
+        help="how samples are packed: first_fit (default), dp_balanced, balanced or dynamic_cp; with --sft, packs SFT "
+        "rows",
     )
     add(
         "--max-seqlen-per-dp-cp-rank",
@@ -147,8 +148,7 @@ def _add_packing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     add(
         "--dynamic-context-parallel",
         action="store_true",
-        help="groups of ranks chosen for every microbatch, as --sequence-packing-scheduler dynamic_cp; only to be "
-        "looked at with megatron-packing plan yet",
+        help="groups of ranks chosen for every microbatch, as --sequence-packing-scheduler dynamic_cp",
     )
     add(
         "--min-dynamic-context-parallel-size",
@@ -234,19 +234,27 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         ConfigError: a combination that cannot work; see `megatron_packing.config`.
     """
     dataset = _dataset(args)
-    scheduler = _scheduler(args)
-    for name in (scheduler, args.packing_eval_scheduler):
-        if name is not None:
-            check_trainable(name)
+    scheduler = _trainable(_scheduler(args))
+    eval_scheduler = _trainable(args.packing_eval_scheduler)
+    groups_change = scheduler in CHOOSES_GROUPS
+    if eval_scheduler is not None and (eval_scheduler in CHOOSES_GROUPS) != groups_change:
+        raise ConfigError(
+            f"--packing-eval-scheduler {eval_scheduler} with the training scheduler {scheduler}: only one of them "
+            "chooses groups of ranks, which is not proven. Drop the flag."
+        )
     attention = _attention(args, packed=scheduler is not None)
-    check_megatron_flags(vars(args), packed=scheduler is not None, attention=attention)
+    check_megatron_flags(vars(args), packed=scheduler is not None, attention=attention, groups_change=groups_change)
     topology = topology_of(args, world)
+    if groups_change:  # refuses a smallest group that does not divide the ranks
+        GroupSizes(smallest=args.min_dynamic_context_parallel_size).of(topology.dp * topology.cp)
     if args.seq_length is None:
         raise ConfigError("--seq-length is missing: the longest sample that the model accepts, in tokens.")
     capacity = args.max_seqlen_per_dp_cp_rank
     if capacity is None:
         # Upstream's default, here in whole alignment units.
         capacity = samples_kept_together(dataset) * topology.pad(args.seq_length) // topology.cp
+        if groups_change:  # two chunks of a sample on each rank of a group, whatever its size
+            capacity += capacity % 2
     _check_chat_format(args)
     _check_order(args)
     return PackingConfig(
@@ -255,6 +263,7 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         scheduler=scheduler,
         max_tokens_per_rank=capacity,
         max_seqs=args.thd_max_packed_sequences,
+        smallest_group=args.min_dynamic_context_parallel_size if groups_change else None,
         balance=args.packing_balance,
         fit_cost_steps=args.packing_fit_cost,
         plan=args.packing_plan,
@@ -272,7 +281,7 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         data_timeout=args.packing_data_timeout,
         order=args.dataloader_type or "single",
         full_validation=args.full_validation,
-        eval_scheduler=args.packing_eval_scheduler,
+        eval_scheduler=eval_scheduler,
         eval_max_tokens_per_rank=args.packing_eval_max_seqlen_per_dp_cp_rank,
         eval_overlong=args.packing_eval_overlong,
     )
@@ -303,8 +312,14 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
     if config.packed:
         said.append(
             f"scheduler {config.scheduler}, capacity {config.capacity} tokens = {config.max_tokens_per_rank} per rank "
-            f"x CP {config.topology.cp}, alignment {config.topology.alignment}"
+            f"x CP {config.widest.cp}, alignment {config.widest.alignment}"
         )
+        if config.smallest_group is not None:
+            sizes = GroupSizes(smallest=config.smallest_group).of(config.widest.cp)
+            said.append(
+                f"dynamic context parallelism: each microbatch has groups of {', '.join(map(str, sizes))} ranks, "
+                "chosen by an algorithm of our own, not Megatron-LM's default_dynamic_cp"
+            )
         if config.scheduler == "balanced":
             said.append(
                 f"balanced: keeps the busiest rank's work small, {_MEANING[objective(config.balance, config.topology)]}"
@@ -398,17 +413,22 @@ def _scheduler(args: argparse.Namespace) -> str | None:
     return None
 
 
+def _trainable(name: str | None) -> str | None:
+    return None if name is None else check_trainable(name)
+
+
 def _named_scheduler(args: argparse.Namespace) -> str | None:
     """What --sequence-packing-scheduler says, or --dynamic-context-parallel says in its place."""
     named: str | None = args.sequence_packing_scheduler
+    dynamic = named is not None and check_scheduler(named) == DYNAMIC_SCHEDULER
     if not args.dynamic_context_parallel:
-        if args.min_dynamic_context_parallel_size != 1:
+        if not dynamic and args.min_dynamic_context_parallel_size != 1:
             raise ConfigError(
                 f"--min-dynamic-context-parallel-size {args.min_dynamic_context_parallel_size}: without "
                 "--dynamic-context-parallel every group has --context-parallel-size ranks. Drop the flag."
             )
         return named
-    if named is not None and check_scheduler(named) != DYNAMIC_SCHEDULER:
+    if named is not None and not dynamic:
         raise ConfigError(
             f"--dynamic-context-parallel with --sequence-packing-scheduler {named}: it is a scheduler of its own. Drop "
             "one of them."

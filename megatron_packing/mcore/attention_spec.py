@@ -5,6 +5,8 @@
 """
 
 import contextlib
+import copy
+import functools
 import math
 from typing import Any
 
@@ -111,21 +113,28 @@ class PackedDotProductAttention(MegatronModule):
             boundaries = packed_seq_params.cu_seqlens_q
         lengths = boundaries.diff().tolist()
         settings = {"scale": self.scale, "causal": causal, "dropout": dropout}
+        group = group_that_shares(packed_seq_params, self.cp_group)
         with self._random_state(dropout):
-            if self.cp_group.size() == 1:
+            if group.size() == 1:
                 out = packed_attention(query, key, value, lengths, **settings)
             else:
-                out = self._over_context_parallel_ranks(query, key, value, lengths, settings)
+                out = self._over_context_parallel_ranks(query, key, value, lengths, group, settings)
         return out.reshape(out.shape[0], self.hidden_per_rank)
 
     def _over_context_parallel_ranks(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], settings: dict[str, Any]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: list[int],
+        group: torch.distributed.ProcessGroup,
+        settings: dict[str, Any],
     ) -> Tensor:
         """Gather every rank's keys and values, put them in the pack's order, and look at them from this rank's rows."""
-        order = order_of_gathered_rows(tuple(lengths), self.cp_group.size()).to(query.device)
-        gathered = all_gather_rows_of_cp(torch.stack([key, value], dim=1), self.cp_group).index_select(0, order)
+        order = order_of_gathered_rows(tuple(lengths), group.size()).to(query.device)
+        gathered = all_gather_rows_of_cp(torch.stack([key, value], dim=1), group).index_select(0, order)
         keys, values = gathered.unbind(dim=1)
-        place = {"cp_size": self.cp_group.size(), "cp_rank": self.cp_group.rank()}
+        place = {"cp_size": group.size(), "cp_rank": group.rank()}
         return sharded_attention(query, keys, values, lengths, **place, **settings)
 
     def _random_state(self, dropout: float) -> Any:
@@ -133,6 +142,32 @@ class PackedDotProductAttention(MegatronModule):
         if dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         return tensor_parallel.get_cuda_rng_tracker().fork()
+
+
+def group_that_shares(
+    packed: PackedSeqParams | None, static: torch.distributed.ProcessGroup
+) -> torch.distributed.ProcessGroup:
+    """The ranks that share a pack: those that its parameters name, or else the model's own context-parallel group."""
+    return static if packed is None or packed.cp_group is None else packed.cp_group
+
+
+def rotate_by_the_packs_group(chunk: nn.Module) -> None:
+    """Let every attention of a chunk give RoPE the group of the pack that it is called with.
+
+    Megatron hands RoPE the model's own context-parallel group, whatever the parameters of the pack say. Set before each
+    call and not once a microbatch, so that a recomputed layer rotates as it did at first.
+    """
+    from megatron.core.transformer.attention import Attention
+
+    for module in chunk.modules():
+        if isinstance(module, Attention):
+            # Its own collection: the model's other parts go on with the static group.
+            module.pg_collection, static = copy.copy(module.pg_collection), module.pg_collection.cp
+            module.register_forward_pre_hook(functools.partial(_set_group, static), with_kwargs=True)
+
+
+def _set_group(static: torch.distributed.ProcessGroup, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    module.pg_collection.cp = group_that_shares(kwargs["packed_seq_params"], static)
 
 
 def check_attention_honours_boundaries(chunk: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """What does a sample cost the model of this run, and would a planner that looks at costs help?"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -42,6 +43,24 @@ def cost_of_model(config: Any, vocabulary: int) -> CostModel:
         latent=latent,
     )
     return CostModel.from_transformer(shape)
+
+
+FLOPS_A_BYTE = 1000
+"""FLOPs that a rank does while one byte comes from another: 400 TFLOP/s and 400 GB/s, about what a current GPU reaches
+within a node. An estimate and no measurement; between nodes it is several times as many."""
+
+
+def with_communication(cost: CostModel, config: Any) -> CostModel:
+    """`cost`, with what sharing a pack costs each of its ranks, for a planner that chooses how many share one.
+
+    In every layer a rank gathers the keys and values of the whole pack, and gives as many gradients back.
+
+    Args:
+        cost: FLOPs of a sample.
+        config: the model's `TransformerConfig`, as Megatron completed it.
+    """
+    numbers = 2 * 2 * config.num_layers * config.num_query_groups * config.kv_channels
+    return replace(cost, communication=float(FLOPS_A_BYTE * numbers * config.params_dtype.itemsize))
 
 
 def _expert_layers(config: Any) -> int:

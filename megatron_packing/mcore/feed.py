@@ -6,15 +6,17 @@ and packs (`iterator`); the other TP ranks and stages get their share of each pa
 
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_packing.comm.broadcast import ModelParallel, share_packs
+from megatron_packing.comm.groups import ContextGroups
 from megatron_packing.config import PackingConfig
-from megatron_packing.mcore.costs import cost_of_model
-from megatron_packing.mcore.iterator import StepFigures, StepPacker
+from megatron_packing.mcore.costs import cost_of_model, with_communication
+from megatron_packing.mcore.iterator import StepFigures, StepPacker, group_sizes_of
 from megatron_packing.mcore.lost import LostInStep
 from megatron_packing.schedule import CostModel
 from megatron_packing.thd import PackShare, share_of_rank
@@ -28,6 +30,8 @@ class FedStep:
     figures: StepFigures
     lost: LostInStep | None
     """The rows that the step lost, on ranks that draw; None elsewhere."""
+    groups_change: bool = False
+    """Whether the ranks that share a pack change from one to the next."""
 
 
 class StepFeeder:
@@ -47,6 +51,8 @@ class StepFeeder:
                 training: _make_packer(config if training else config.for_evaluation(), chunks, self._place)
                 for training in (True, False)
             }
+        self.groups = _make_groups(config) if config.smallest_group is not None else None
+        """Where the ranks that share a pack change from one to the next."""
 
     def use_cost(self, cost: CostModel) -> None:
         """Plan with this cost from the next step on; the same on every rank that draws."""
@@ -72,14 +78,18 @@ class StepFeeder:
         if packer is not None:
             try:
                 step = packer.pack(_given(data_iterator), count)
-                place = {"cp_size": self._place.cp_size, "cp_rank": self._place.cp_rank}
-                shares = [share_of_rank(batch, **place) for batch in step.batches]
+                places = step.places or [(self._place.cp_size, self._place.cp_rank)] * len(step.batches)
+                shares = [
+                    share_of_rank(batch, cp_size=size, cp_rank=rank)
+                    for batch, (size, rank) in zip(step.batches, places, strict=True)
+                ]
                 figures, lost = step.figures, step.lost
             except Exception as error:  # shared with the ranks that wait for packs
                 failure = error
         numbers = [0.0] * len(fields(StepFigures)) if figures is None else [float(x) for x in astuple(figures)]
         mine, numbers = share_packs(shares, numbers, self._place, failure=failure)
-        return FedStep(shares=tuple(mine), figures=_figures_from(numbers), lost=lost)
+        figures = _figures_from(numbers)
+        return FedStep(shares=tuple(mine), figures=figures, lost=lost, groups_change=self.groups is not None)
 
 
 def _find_place() -> ModelParallel:
@@ -103,6 +113,15 @@ def _find_place() -> ModelParallel:
     )
 
 
+def _make_groups(config: PackingConfig) -> ContextGroups:
+    from megatron.core import parallel_state
+    from megatron.training.global_vars import get_args
+
+    ranks = torch.distributed.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    minutes = get_args().distributed_timeout_minutes
+    return ContextGroups(ranks, group_sizes_of(config).of(len(ranks)), timedelta(minutes=minutes))
+
+
 def _make_packer(config: PackingConfig, chunks: list[nn.Module], place: ModelParallel) -> StepPacker:
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
@@ -111,13 +130,16 @@ def _make_packer(config: PackingConfig, chunks: list[nn.Module], place: ModelPar
     model = get_model_config(chunks[0])
     # Interleaved stages run microbatches in groups, none of which may be cut.
     multiple = model.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
+    cost = cost_of_model(model, vocabulary=get_args().padded_vocab_size)
+    if config.smallest_group is not None:
+        cost = with_communication(cost, model)
     return StepPacker(
         config,
         group=parallel_state.get_data_parallel_group(),
         siblings=parallel_state.get_data_parallel_group(with_context_parallel=True) if place.cp_size > 1 else None,
         device=place.device,
         microbatch_multiple=multiple,
-        cost=cost_of_model(model, vocabulary=get_args().padded_vocab_size),
+        cost=cost,
     )
 
 

@@ -23,11 +23,22 @@ from megatron_packing.mcore import peers
 from megatron_packing.mcore.costs import advise
 from megatron_packing.mcore.lost import Lost, LostInStep, LostRows
 from megatron_packing.mcore.watch import ReadLimit
-from megatron_packing.schedule import ATTENTION_ONLY, BalanceAdvice, CostModel, Metrics, Pack, Plan, make_plan
+from megatron_packing.schedule import (
+    ATTENTION_ONLY,
+    BalanceAdvice,
+    CostModel,
+    GroupSizes,
+    Metrics,
+    Pack,
+    Plan,
+    make_plan,
+)
 from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, dummy_pack
 
 type Units = tuple[tuple[int, ...], ...]
 """Ids of the samples that must share a pack; see `GatheredLengths.units`."""
+type Assignments = list[list[tuple[Pack, range]]]
+"""Of each microbatch, its packs and the data-parallel ranks that run each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +84,8 @@ class PackedStep:
     batches: tuple[PackedBatch, ...]
     figures: StepFigures
     lost: LostInStep
+    places: tuple[tuple[int, int], ...] | None = None
+    """Of each pack, how many ranks share it and which of them this one is; None: the run's own CP ranks."""
 
 
 class StepPacker:
@@ -145,10 +158,16 @@ class StepPacker:
         )
         assert plan is not None
         assert metrics is not None
-        batches = self._exchange(drawn.samples, plan, gathered, units)
+        assignments = _assignments(plan)
+        batches = self._exchange(drawn.samples, assignments, gathered, units)
         exchange_ms = gathered_ms + _ms_since(started)
         figures = _figures(plan, metrics, gathered, lost, plan_ms=plan_ms, exchange_ms=exchange_ms)
-        return PackedStep(batches=batches, figures=figures, lost=lost)
+        places = None if plan.group_sizes is None else tuple(_places(assignments, self._rank))
+        return PackedStep(batches=batches, figures=figures, lost=lost, places=places)
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._group is None else self._group.rank()
 
     def _draw(self, data_iterator: Iterator[Any], count: int) -> tuple["_Drawn", Exception | None]:
         drawn = _Drawn()
@@ -190,22 +209,23 @@ class StepPacker:
                 microbatch_multiple=self._microbatch_multiple,
                 cost=self._cost,
                 balance=self._config.balance,
+                group_sizes=group_sizes_of(self._config),
             )
             metrics = plan.metrics(lengths)
-            advise(self._advice, plan, lengths)
+            if plan.group_sizes is None:  # else what `balanced` could do is another question
+                advise(self._advice, plan, lengths)
         except Exception as error:  # a planner of the user's own included
             failure = _as_raised(error)
         return plan, metrics, _ms_since(started), failure
 
     def _exchange(
-        self, samples: Sequence[SampleTensors], plan: Plan, gathered: GatheredLengths, units: Units
+        self, samples: Sequence[SampleTensors], assignments: Assignments, gathered: GatheredLengths, units: Units
     ) -> tuple[PackedBatch, ...]:
-        rank = 0 if self._group is None else self._group.rank()
-        destinations = [0] * len(gathered.lengths)
-        for microbatch in plan.microbatches:
-            for to, pack in enumerate(microbatch.packs):
-                for sample_id in _samples_in(pack, units):
-                    destinations[sample_id] = to
+        rank = self._rank
+        destinations = [range(0)] * len(gathered.lengths)
+        for pack, ranks in itertools.chain.from_iterable(assignments):
+            for sample_id in _samples_in(pack, units):
+                destinations[sample_id] = ranks
         first = gathered.first_id(rank)
         received = exchange_samples(
             {first + i: sample for i, sample in enumerate(samples)},
@@ -213,13 +233,15 @@ class StepPacker:
             gathered=gathered,
             **self._ranks,
         )
-        alignment = self._config.topology.alignment
-        return tuple(
-            dummy_pack(alignment=alignment)
-            if pack.is_dummy
-            else build_pack([received[i] for i in _samples_in(pack, units)], alignment=alignment)
-            for pack in plan.rank_packs(rank)
-        )
+        batches = []
+        for pack in (pack for row in assignments for pack, ranks in row if rank in ranks):
+            cp = self._config.topology.cp if pack.cp_size is None else pack.cp_size
+            alignment = self._config.topology.alignment_of(cp)
+            members = [received[i] for i in _samples_in(pack, units)]
+            batches.append(
+                dummy_pack(alignment=alignment) if pack.is_dummy else build_pack(members, alignment=alignment)
+            )
+        return tuple(batches)
 
 
 def _figures(
@@ -251,6 +273,25 @@ def _figures(
         plan_ms=plan_ms,
         exchange_ms=exchange_ms,
     )
+
+
+def group_sizes_of(config: PackingConfig) -> GroupSizes:
+    """The sizes of groups that a run's planner may choose, if it chooses any."""
+    return GroupSizes(smallest=config.smallest_group or 1)
+
+
+def _assignments(plan: Plan) -> Assignments:
+    """Which ranks run what? Where groups are chosen, CP is 1, and the DP x CP ranks are the data-parallel ones."""
+    if plan.group_sizes is not None:
+        return [plan.packs_with_ranks(microbatch) for microbatch in plan.microbatches]
+    return [[(pack, range(to, to + 1)) for to, pack in enumerate(row.packs)] for row in plan.microbatches]
+
+
+def _places(assignments: Assignments, rank: int) -> Iterator[tuple[int, int]]:
+    """Of each microbatch, how many ranks share this rank's pack and which of them it is."""
+    for _, ranks in itertools.chain.from_iterable(assignments):
+        if rank in ranks:
+            yield len(ranks), ranks.index(rank)
 
 
 def _samples_in(pack: Pack, units: Units) -> list[int]:

@@ -10,20 +10,32 @@ Two forms:
   out of MoE routing. Safe with every backend.
 
 `pad_between_seqs` is never None: Transformer Engine would guess, and a wrong guess is silently wrong.
+
+Where every microbatch groups the ranks anew, the parameters name the group as well: `local_cp_size` and `cp_group`, the
+latter None for a rank alone, which is how Transformer Engine is told to leave context parallelism out.
 """
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_packing.comm.groups import ContextGroups
 from megatron_packing.thd import PackedBatch, PackShare
 
 
-def to_packed_seq_params(batch: PackedBatch | PackShare) -> PackedSeqParams:
+def to_packed_seq_params(batch: PackedBatch | PackShare, groups: ContextGroups | None = None) -> PackedSeqParams:
     """Boundaries of `batch` for Megatron: int32, one-dimensional, `max_seqlen` a Python int.
 
     Under context parallelism they are the whole pack's on every rank: Megatron divides by CP itself.
+
+    Args:
+        batch: a pack, or a rank's share of one.
+        groups: where the ranks that share a pack change; then `batch` is a share. None: they are Megatron's own group.
     """
     boundaries: Tensor = batch.cu_seqlens_padded
+    own_group = {}
+    if groups is not None:
+        assert isinstance(batch, PackShare)
+        own_group = {"local_cp_size": batch.cp_size, "cp_group": groups.of(batch.cp_size)}
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
@@ -33,6 +45,7 @@ def to_packed_seq_params(batch: PackedBatch | PackShare) -> PackedSeqParams:
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
         pad_between_seqs=False,
+        **own_group,
     )
 
 

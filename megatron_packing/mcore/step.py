@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_packing.comm.groups import ContextGroups
 from megatron_packing.config import PackingConfig
 from megatron_packing.errors import PackingError
+from megatron_packing.mcore.attention_spec import check_attention_honours_boundaries, rotate_by_the_packs_group
 from megatron_packing.mcore.feed import FedStep, StepFeeder
 from megatron_packing.mcore.fit_cost import CostFitter
 from megatron_packing.mcore.params import padding_mask, to_packed_seq_params
@@ -54,6 +56,8 @@ class PackedStepRunner:
                 _begin_fitting(self._fitter, feeder)
             step = feeder.feed(data_iterator, num_microbatches, training=not forward_only)
             iterators = [PackIterator(step.shares, current, self._fitter.mark) for current in self._currents]
+            for current in self._currents:
+                current.groups = feeder.groups
             timing = contextlib.nullcontext() if forward_only else self._fitter.timing(_config_of(chunks), step.shares)
             with timing:
                 losses = schedule(
@@ -87,6 +91,8 @@ class PackedStepRunner:
                 if number == len(self._currents):
                     self._currents.append(CurrentMicrobatch())
                 prepare_chunk(chunk, self._currents[number])
+                if self._config.smallest_group is not None:
+                    rotate_by_the_packs_group(chunk)
                 self._prepared.add(chunk)
         if self._feeder is None:
             self._feeder = StepFeeder(self._config, chunks)
@@ -101,8 +107,6 @@ def prepare_chunk(chunk: nn.Module, current: "CurrentMicrobatch") -> None:
     """
     from megatron.core.utils import get_model_config
 
-    from megatron_packing.mcore.attention_spec import check_attention_honours_boundaries
-
     check_attention_honours_boundaries(chunk)
     config = get_model_config(chunk)
     config.variable_seq_lengths = True  # packs differ in length; argument validation hard-codes False
@@ -116,6 +120,8 @@ class CurrentMicrobatch:
 
     def __init__(self) -> None:
         self.share: PackShare | None = None
+        self.groups: ContextGroups | None = None
+        """Where the ranks that share a pack change from one to the next."""
 
     def hand_in_boundaries(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -123,7 +129,7 @@ class CurrentMicrobatch:
         """Forward pre-hook: the pack's boundaries and padding mask, in place of whatever the script built."""
         if self.share is None:
             return args, kwargs
-        kwargs = {**kwargs, "packed_seq_params": to_packed_seq_params(self.share)}
+        kwargs = {**kwargs, "packed_seq_params": to_packed_seq_params(self.share, self.groups)}
         mask = padding_mask(self.share)
         if mask is not None:
             kwargs["padding_mask"] = mask
@@ -197,14 +203,16 @@ def _count_real_work(step: FedStep) -> None:
 
     Called here and not in the forward step: evaluation would leak into the next training step, and
     interleaved pipelines would count every pack once a chunk. A dummy counts as nothing, but is
-    announced, because the count is reduced over all ranks.
+    announced, because the count is reduced over all ranks; so are packs that a rank shares with an earlier rank of a
+    group of the microbatch's own, which Megatron takes for a rank with samples of its own.
     """
     from megatron.training import training
 
     if training._seqlen_stats_active:  # Megatron runs this step a second time: it counts once
         training._seqlen_stats_in_iteration.zero_()
     for share in step.shares:
-        boundaries = torch.zeros(2, dtype=torch.int32) if share.is_dummy else share.cu_seqlens
+        counted = share.is_dummy or (step.groups_change and share.cp_rank > 0)
+        boundaries = torch.zeros(2, dtype=torch.int32) if counted else share.cu_seqlens
         training.update_seqlen_stats_from_cu_seqlens(boundaries)
 
 

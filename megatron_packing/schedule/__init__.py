@@ -41,6 +41,7 @@ from megatron_packing.topology import Topology
 __all__ = [
     "ATTENTION_ONLY",
     "BALANCES",
+    "CHOOSES_GROUPS",
     "SCHEDULERS",
     "BalanceAdvice",
     "CostModel",
@@ -82,10 +83,7 @@ _ALIASES = {"default_dynamic_cp": "dynamic_cp"}
 CHOOSES_GROUPS = frozenset({"dynamic_cp"})
 """Planners that choose which DP x CP ranks share a pack: it may hold as much as all of them together."""
 
-NOT_IN_TRAINING = {
-    "offline": "it packs a whole set ahead of time, not a step's samples",
-    "dynamic_cp": "a run's process groups are those of a fixed context parallelism; changing ones are not proven yet",
-}
+NOT_IN_TRAINING = {"offline": "it packs a whole set ahead of time, not a step's samples"}
 """Planners that training refuses, and why: `megatron-packing plan` still shows what they would do."""
 
 _WARM_UPS: dict[str, Callable[[], None]] = {

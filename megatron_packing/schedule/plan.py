@@ -10,7 +10,7 @@ Legend: N samples, P packs; `padded` is a length rounded up to the topology's al
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -124,11 +124,15 @@ class Plan:
         ranks = self.topology.dp * self.topology.cp
         if not 0 <= rank < ranks:
             raise PackingError(f"rank is {rank}; this plan has DP x CP ranks 0 to {ranks - 1}.")
-        found = []
-        for microbatch in self.microbatches:
-            ends = accumulate(self.cp_size_of(pack) for pack in microbatch.packs)
-            found.append(next(pack for pack, end in zip(microbatch.packs, ends, strict=True) if rank < end))
-        return tuple(found)
+        return tuple(
+            next(pack for pack, ranks in self.packs_with_ranks(microbatch) if rank in ranks)
+            for microbatch in self.microbatches
+        )
+
+    def packs_with_ranks(self, microbatch: Microbatch) -> list[tuple[Pack, range]]:
+        """Each pack of a microbatch with the DP x CP ranks that share it."""
+        edges = accumulate((self.cp_size_of(pack) for pack in microbatch.packs), initial=0)
+        return [(pack, range(*edge)) for pack, edge in zip(microbatch.packs, pairwise(edges), strict=True)]
 
     def digest(self) -> int:
         """63 bits of everything that ranks must agree on: equal plans give equal numbers on every machine.

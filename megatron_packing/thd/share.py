@@ -41,6 +41,10 @@ class PackShare:
     """Rows of the longest sample, over all ranks of the pack."""
     is_dummy: bool = False
     """Whether the pack only keeps the ranks' counts equal."""
+    cp_size: int = 1
+    """Ranks that share the pack."""
+    cp_rank: int = 0
+    """Which of them holds these rows."""
 
     def to(self, device: torch.device | str | int) -> "PackShare":
         """The same share on `device`; boundaries that were one object stay one object."""
@@ -94,6 +98,8 @@ def make_share(
         cu_seqlens_padded=cu_seqlens_padded,
         max_seqlen=int(cu_seqlens_padded.diff().max()),
         is_dummy=is_dummy,
+        cp_size=cp_size,
+        cp_rank=cp_rank,
     )
 
 
@@ -114,6 +120,6 @@ def sum_by_sample(values_R: Tensor, share: PackShare) -> Tensor:
         share: the pack.
     """
     rows_S = share.cu_seqlens_padded.diff().long()
-    ranks = int(share.pack_position_ids_T.numel()) // values_R.numel()  # each rank holds as many rows of every sample
-    sample_of_row_R = torch.repeat_interleave(rows_S // ranks, output_size=values_R.numel())
+    # Each rank holds as many rows of every sample.
+    sample_of_row_R = torch.repeat_interleave(rows_S // share.cp_size, output_size=values_R.numel())
     return values_R.new_zeros(rows_S.numel()).index_add(0, sample_of_row_R, values_R)

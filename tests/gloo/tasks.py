@@ -17,6 +17,7 @@ from megatron_packing.comm import broadcast, lengths
 from megatron_packing.comm.exchange import exchange_samples
 from megatron_packing.comm.failures import raise_if_any_failed
 from megatron_packing.comm.gather import all_gather_rows_of_cp
+from megatron_packing.comm.groups import ContextGroups
 from megatron_packing.comm.lengths import GatheredLengths, check_same, gather_lengths
 from megatron_packing.comm.texts import all_gather_texts
 from megatron_packing.comm.turns import take_turn
@@ -32,6 +33,9 @@ from megatron_packing.thd import PackedBatch, PackShare, SampleTensors, build_pa
 from megatron_packing.thd.layout import order_of_gathered_rows, rows_of_cp_rank
 from megatron_packing.thd.pack import boundaries_of
 from tests.gloo.pool import group_of
+
+COST = CostModel(linear=0, quadratic=1, communication=100)
+"""Of the steps that are packed: groups that nothing else asks for do not pay."""
 
 # One sample: tokens, labels, and the bits of its loss mask as int32.
 type Sample = tuple[list[int], list[int], list[int]]
@@ -107,7 +111,7 @@ def fail_and_differ_in_group(members: tuple[int, ...]) -> list[str]:
 
 
 def exchange(
-    mine: list[tuple[int, Sample]], destinations: list[int], gathered: GatheredLengths, ranks: int
+    mine: list[tuple[int, Sample]], destinations: list[frozenset[int]], gathered: GatheredLengths, ranks: int
 ) -> dict[int, Sample]:
     """`mine` in the order in which this rank happens to hold it."""
     received = exchange_samples(
@@ -157,6 +161,10 @@ class Packs:
     loss_mask: list[list[float]] = field(default_factory=list)
     boundaries: list[list[int]] = field(default_factory=list)
     is_dummy: list[bool] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
+    """Of each pack, the ranks that share it and which of them this one is, where that changes."""
+    rows: list[list[tuple[int, int, float]]] = field(default_factory=list)
+    """Token, position and weight of each row of this rank's share of each pack, then."""
     figures: dict[str, Any] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
     news: list[tuple[str, str]] = field(default_factory=list)
@@ -166,7 +174,7 @@ class Packs:
 
 def pack_steps(rows: list[list[Row]], config: PackingConfig, ranks: int) -> list[tuple[str, Any]]:
     """Pack one step for each list of rows, on one packer."""
-    packer = iterator.StepPacker(config, group=group_of(ranks), device="cpu")
+    packer = iterator.StepPacker(config, group=group_of(ranks), device="cpu", cost=COST)
     return [outcome(lambda step=step: _pack(packer, step)) for step in rows]
 
 
@@ -212,18 +220,47 @@ def _pack(packer: iterator.StepPacker, rows: list[Row]) -> Packs:
     ):
         step = packer.pack(map(_item, rows), len(rows))
     batches = step.batches
+    shares = [
+        share_of_rank(batch, cp_size=size, cp_rank=rank)
+        for batch, (size, rank) in zip(batches, step.places or [], strict=step.places is not None)
+    ]
     return Packs(
         tokens=[batch.tokens_T.tolist() for batch in batches],
         labels=[batch.labels_T.tolist() for batch in batches],
         loss_mask=[batch.loss_mask_T.tolist() for batch in batches],
         boundaries=[batch.cu_seqlens.tolist() for batch in batches],
         is_dummy=[batch.is_dummy for batch in batches],
+        places=list(step.places or []),
+        rows=[_rows_of(share) for share in shares],
         figures=asdict(step.figures),
         lost=dict(step.lost.counts),
         news=list(step.lost.news),
         collectives=texts.call_count,
         digest=compared.call_args.args[0],
     )
+
+
+def _rows_of(share: PackShare) -> list[tuple[int, int, float]]:
+    columns = (share.tokens_R, share.position_ids_R, share.loss_mask_R)
+    return list(zip(*(column.tolist() for column in columns if column is not None), strict=True))
+
+
+def members_of_groups(sizes: tuple[int, ...], ranks: int) -> dict[int, list[int] | None]:
+    """Make the groups among the first `ranks` of the pool's ranks; which of them share this one's groups, by size."""
+    groups = ContextGroups(list(range(ranks)), sizes)
+    found: dict[int, list[int] | None] = {}
+    for size in sizes:
+        try:
+            group = groups.of(size)
+        except KeyError:  # outside of all blocks of this size
+            continue
+        if group is None:
+            found[size] = None
+            continue
+        total = torch.tensor([1 << dist.get_rank()])
+        dist.all_reduce(total, group=group)
+        found[size] = [rank for rank in range(ranks) if int(total) >> rank & 1]
+    return found
 
 
 def _item(row: Row) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def test_packs_are_the_planner_s_and_hold_the_drawn_samples(
     packs = pack_step(pool, drawn, asked)
     check_step(drawn, packs)
     kept = [row for row in itertools.chain.from_iterable(drawn) if row.dropped is None]
-    plan = make_plan([row.length for row in kept], scheduler, asked.topology, CAPACITY)
+    plan = make_plan([row.length for row in kept], scheduler, asked.topology, CAPACITY, cost=tasks.COST)
     for rank, of_rank in enumerate(packs):
         expected = [
             [token for i in pack.sample_ids for token in range(kept[i].first, kept[i].first + kept[i].length)] or [0]

@@ -44,9 +44,10 @@ def note_samples(tokens_BR: torch.Tensor, packed: Any) -> None:
         rows = list(tokens_BR)
     else:
         lengths = packed.cu_seqlens_q.diff().tolist()
-        rows = whole_pack(tokens_BR[0], lengths).split(lengths)
-    if parallel_state.get_context_parallel_rank() > 0:
-        return
+        group = packed.cp_group or parallel_state.get_context_parallel_group()
+        rows = whole_pack(tokens_BR[0], lengths, group).split(lengths)
+        if group.rank() > 0:
+            return
     seen["packs"].append([])
     for tokens in rows:
         # Padding is 0 or EOS and stands at the end; a sample's inputs end otherwise, or are cut alike in both layouts.
@@ -57,13 +58,13 @@ def note_samples(tokens_BR: torch.Tensor, packed: Any) -> None:
             seen["packs"][-1].append(fingerprint)
 
 
-def whole_pack(tokens_R: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+def whole_pack(tokens_R: torch.Tensor, lengths: list[int], group: Any) -> torch.Tensor:
     """All rows of a pack, in its order, from the ranks that share it."""
-    ranks = parallel_state.get_context_parallel_world_size()
+    ranks = group.size()
     if ranks == 1:
         return tokens_R
     parts = [torch.empty_like(tokens_R) for _ in range(ranks)]
-    torch.distributed.all_gather(parts, tokens_R.contiguous(), group=parallel_state.get_context_parallel_group())
+    torch.distributed.all_gather(parts, tokens_R.contiguous(), group=group)
     whole = torch.empty(sum(lengths), dtype=tokens_R.dtype)
     starts = [0] * ranks
     at = 0

@@ -113,14 +113,8 @@ def test_world_size_gives_data_parallelism(parser: argparse.ArgumentParser, monk
             f"{LOCAL} --use-varlen-dataset --packing-chat-format plain --tokenizer-type NullTokenizer",
             "--packing-chat-format plain with NullTokenizer",
         ),
-        # Planners that `megatron-packing plan` shows, and no run may use yet.
-        (f"{LOCAL} --use-varlen-dataset --sequence-packing-scheduler dynamic_cp", "process groups.*first_fit"),
-        (
-            f"{LOCAL} --use-varlen-dataset --sequence-packing-scheduler default_dynamic_cp",
-            "default_dynamic_cp: a run's",
-        ),
-        (f"{LOCAL} --use-varlen-dataset --dynamic-context-parallel", "dynamic_cp: a run's process groups"),
         (f"{LOCAL} --dynamic-context-parallel", "--use-varlen-dataset"),
+        # A planner that `megatron-packing plan` shows, and no run may use.
         (f"{LOCAL} --use-varlen-dataset --sequence-packing-scheduler offline", "a whole set ahead of time"),
         (
             f"{LOCAL} --use-varlen-dataset --dynamic-context-parallel --sequence-packing-scheduler first_fit",
@@ -139,6 +133,68 @@ def test_world_size_gives_data_parallelism(parser: argparse.ArgumentParser, monk
 def test_settings_that_contradict_each_other(parser: argparse.ArgumentParser, flags: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         _settled(parser, flags)
+
+
+DYNAMIC = f"{LOCAL} --use-varlen-dataset --no-rope-fusion --dynamic-context-parallel"
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "--dynamic-context-parallel",
+        "--sequence-packing-scheduler dynamic_cp",
+        "--sequence-packing-scheduler default_dynamic_cp --dynamic-context-parallel",
+    ],
+)
+def test_dynamic_context_parallelism(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    flags = f"{LOCAL} --use-varlen-dataset --no-rope-fusion {chosen} --min-dynamic-context-parallel-size 2"
+    parsed = parser.parse_args(flags.split())
+    config = packing_args.resolve(parsed)
+    assert (config.scheduler, config.smallest_group, config.capacity) == ("dynamic_cp", 2, 4 * 64)
+    assert config.for_evaluation().smallest_group == 2
+    said = "\n".join(packing_args.apply(config, parsed))
+    assert "each microbatch has groups of 2, 4 ranks, chosen by an algorithm of our own" in said
+
+
+def test_ranks_hold_an_even_number_of_tokens_unless_told(parser: argparse.ArgumentParser) -> None:
+    config, _ = _settled(parser, f"{DYNAMIC} --seq-length 15")
+    assert config.max_tokens_per_rank == 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--min-dynamic-context-parallel-size 3", "is 3; it must divide the 4 DP x CP ranks"),
+        ("--min-dynamic-context-parallel-size 0", "is 0; it counts ranks"),
+        ("--context-parallel-size 2", "--context-parallel-size 2: it forms its groups of all"),
+        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: not proven"),
+        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: not proven"),
+        ("--num-experts 4 --moe-token-dispatcher-type alltoall", "--num-experts 4: not proven"),
+        ("--transformer-impl transformer_engine", "attention 'te': proven with ours only"),
+        ("--spec a b", "attention 'spec': proven with ours only"),
+        ("--packing-dataset preference", "--packing-dataset preference: 2 samples of a row"),
+        ("--packing-eval-scheduler first_fit", "--packing-eval-scheduler first_fit with the training scheduler"),
+        ("--max-seqlen-per-dp-cp-rank 3", "a multiple of the alignment 8"),
+        ("--max-seqlen-per-dp-cp-rank 2", "a pack holds 8 tokens = 2 per rank x CP 4"),
+    ],
+)
+def test_what_dynamic_context_parallelism_is_not_proven_with(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, flags: str, words: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    given = DYNAMIC.replace("--use-varlen-dataset", "") if "--packing-dataset" in flags else DYNAMIC
+    with pytest.raises(ConfigError, match=words):
+        _settled(parser, f"{given} {flags}")
+
+
+def test_dynamic_context_parallelism_with_fused_rope_is_not_proven(parser: argparse.ArgumentParser) -> None:
+    with pytest.raises(ConfigError, match="Add --no-rope-fusion"):
+        _settled(parser, DYNAMIC.replace("--no-rope-fusion", ""))
+    with pytest.raises(ConfigError, match="--packing-eval-scheduler dynamic_cp with the training scheduler first_fit"):
+        _settled(parser, f"{LOCAL} --use-varlen-dataset --packing-eval-scheduler dynamic_cp")
 
 
 def test_what_balanced_keeps_small_follows_the_layout_unless_told(

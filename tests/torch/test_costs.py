@@ -4,10 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.training import num_floating_point_operations
 
-from megatron_packing.mcore.costs import cost_of_model
+from megatron_packing.mcore.costs import FLOPS_A_BYTE, cost_of_model, with_communication
 
 VOCABULARY = 512
 SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "ffn_hidden_size": 96}
@@ -70,3 +71,12 @@ def test_flops_are_megatrons_own(config: TransformerConfig, more: int) -> None:
         diagonal = cost.quadratic * tokens
         expected = megatrons_count(config, tokens) + 6 * more * tokens + diagonal
         assert float(cost.of([tokens])[0]) == pytest.approx(expected, rel=1e-9)
+
+
+def test_sharing_a_pack_costs_what_its_keys_and_values_weigh() -> None:
+    """4 layers, 2 groups of 8 features, keys and values, there and back, 2 bytes each."""
+    config = TransformerConfig(**SIZES, num_query_groups=2, params_dtype=torch.bfloat16)
+    alone = cost_of_model(config, VOCABULARY)
+    shared = with_communication(alone, config)
+    assert shared.communication == FLOPS_A_BYTE * 4 * 2 * 8 * 2 * 2 * 2
+    assert (shared.linear, shared.quadratic) == (alone.linear, alone.quadratic)

@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from megatron_packing import to_packed_seq_params
+from megatron_packing.comm.groups import ContextGroups
 from megatron_packing.mcore.params import padding_mask
-from megatron_packing.thd import PackedBatch, build_pack, dummy_pack
+from megatron_packing.thd import PackedBatch, build_pack, dummy_pack, share_of_rank
 from tests.torch.toys import numbered
 
 BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
@@ -44,6 +45,24 @@ def test_without_padding_they_are_one_tensor_after_a_move_too() -> None:
     pack = build_pack(numbered([8, 4]), alignment=4).to("cpu")
     params = to_packed_seq_params(pack)
     assert all(getattr(params, name) is pack.cu_seqlens for name in BOUNDARIES)
+
+
+class Groups(ContextGroups):
+    """Groups that are told apart by name."""
+
+    def __init__(self) -> None:
+        self._groups = {2: "pair", 4: "all"}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(("cp_size", "group"), [(1, None), (2, "pair"), (4, "all")])
+def test_a_share_names_the_group_that_shares_its_pack(cp_size: int, group: str | None) -> None:
+    """None for a rank alone: that is how Transformer Engine is told to leave context parallelism out."""
+    pack = build_pack(numbered([7, 2]), alignment=8)
+    params = to_packed_seq_params(share_of_rank(pack, cp_size=cp_size, cp_rank=cp_size - 1), Groups())
+    assert (params.local_cp_size, params.cp_group) == (cp_size, group)
+    assert params.cu_seqlens_q.tolist() == [0, 8, 16], "the whole pack's, whatever the group"
+    static = to_packed_seq_params(share_of_rank(pack, cp_size=cp_size, cp_rank=0))
+    assert (static.local_cp_size, static.cp_group) == (None, None)
 
 
 def test_with_padding_the_padded_boundaries_stand_for_both() -> None:
