@@ -21,10 +21,9 @@ CASES = {
     "2 ranks": ("", "", 2),
     "4 ranks": ("", "", 4),
     "learned positions": ("", "--position-embedding-type learned_absolute", 2),
-    "full recompute": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "", 2),
-    "groups of at least 2 ranks, distributed optimizer, overlap": (
-        "--min-dynamic-context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
-        "--overlap-param-gather",
+    "groups of at least 2 ranks, recompute, distributed optimizer, overlap": (
+        "--min-dynamic-context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         "",
         4,
     ),
