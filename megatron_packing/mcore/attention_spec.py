@@ -167,7 +167,7 @@ def rotate_by_the_packs_group(chunk: nn.Module) -> None:
 
 
 def _set_group(static: torch.distributed.ProcessGroup, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    module.pg_collection.cp = group_that_shares(kwargs["packed_seq_params"], static)
+    module.pg_collection.cp = group_that_shares(kwargs.get("packed_seq_params"), static)
 
 
 def check_attention_honours_boundaries(chunk: nn.Module) -> None:

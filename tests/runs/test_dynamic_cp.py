@@ -16,15 +16,18 @@ pytestmark = pytest.mark.run
 ON_ONE_RANK = 32
 DYNAMIC = f"--use-varlen-dataset --dynamic-context-parallel --max-seqlen-per-dp-cp-rank {ON_ONE_RANK}"
 
+# Of 4 ranks, each holds a quarter: then there are groups of 1, 2 and 4.
+QUARTER = "--max-seqlen-per-dp-cp-rank 16"
+DYNAMIC_4 = later_wins(DYNAMIC, QUARTER)
+
 # name -> (flags of the packed run alone, flags of both, ranks)
 CASES = {
     "2 ranks": ("", "", 2),
-    "4 ranks": ("", "", 4),
+    "4 ranks": (QUARTER, "", 4),
     "learned positions": ("", "--position-embedding-type learned_absolute", 2),
-    "full recompute": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "", 2),
-    "groups of at least 2 ranks, distributed optimizer, overlap": (
-        "--min-dynamic-context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
-        "--overlap-param-gather",
+    "groups of at least 2 ranks, recompute, distributed optimizer, overlap": (
+        "--min-dynamic-context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         "",
         4,
     ),
@@ -42,27 +45,29 @@ def test_long_samples_were_shared_and_short_ones_were_not(runner: Runner, chats:
     """Or equality would say little. A pack is noted once, on the first rank of its group."""
     words = [[m["content"].split() for m in json.loads(row)["messages"]] for row in chats.read_text().splitlines()]
     assert max(sum(map(len, row)) for row in words[:240]) > ON_ONE_RANK + 1
-    for ranks in (2, 4):
-        run = runner.train(DYNAMIC, data=chats, ranks=ranks)
+    for ranks, flags in ((2, DYNAMIC), (4, DYNAMIC_4)):
+        run = runner.train(flags, data=chats, ranks=ranks)
         noted = [[len(packs) for packs in step.packs] for step in run.iterations]
         assert all(of_rank[0] > 0 for of_rank in noted)
         assert any(of_rank[1] < of_rank[0] for of_rank in noted), "no pack was shared"
         assert any(of_rank[1] > 0 for of_rank in noted), "every pack was shared"
+    assert any(of_rank[2] < of_rank[0] for of_rank in noted), "no pack was shared by all four"
+    assert any(of_rank[1] < of_rank[2] for of_rank in noted), "no pack was shared by the first two alone"
     assert "each microbatch has groups of 1, 2, 4 ranks, chosen by an algorithm of our own" in run.log
 
 
 def test_flops_are_counted_once_a_sample(runner: Runner, chats: Path) -> None:
     static = runner.train(PACKED, data=chats)
-    for ranks in (2, 4):
-        run = runner.train(DYNAMIC, data=chats, ranks=ranks)
+    for ranks, flags in ((2, DYNAMIC), (4, DYNAMIC_4)):
+        run = runner.train(flags, data=chats, ranks=ranks)
         for mine, theirs in zip(run.iterations, static.iterations, strict=True):
             assert theirs.real_tokens
             assert (mine.real_tokens, mine.squared_lengths) == (theirs.real_tokens, theirs.squared_lengths)
 
 
 def test_two_runs_are_bit_equal(runner: Runner, chats: Path) -> None:
-    again = f"{DYNAMIC} --packing-log-interval 7"  # any flag that changes nothing makes it another run
-    first, second = (runner.train(flags, data=chats, ranks=4) for flags in (DYNAMIC, again))
+    again = f"{DYNAMIC_4} --packing-log-interval 7"  # any flag that changes nothing makes it another run
+    first, second = (runner.train(flags, data=chats, ranks=4) for flags in (DYNAMIC_4, again))
     assert first.iterations == second.iterations
 
 
