@@ -9,6 +9,7 @@ import pytest
 from tests import tolerances
 from tests.runs.harness import Runner
 from tests.runs.test_equals_unpacked import PACKED, PADDED, assert_same_training, later_wins
+from tests.runs.test_layouts import rms
 
 pytestmark = pytest.mark.run
 
@@ -69,6 +70,21 @@ def test_two_runs_are_bit_equal(runner: Runner, chats: Path) -> None:
     again = f"{DYNAMIC_4} --packing-log-interval 7"  # any flag that changes nothing makes it another run
     first, second = (runner.train(flags, data=chats, ranks=4) for flags in (DYNAMIC_4, again))
     assert first.iterations == second.iterations
+
+
+def test_resumed_run_is_the_uninterrupted_run(runner: Runner, chats: Path, tmp_path: Path) -> None:
+    six = "--train-iters 6 --lr-decay-iters 6"
+    saving = f"--save {tmp_path} --save-interval 3 --exit-interval 3 --ckpt-format torch_dist"
+    whole = runner.train(DYNAMIC, six, data=chats, ranks=2)
+    first = runner.train(DYNAMIC, six, saving, data=chats, ranks=2)
+    second = runner.train(DYNAMIC, six, f"--load {tmp_path}", data=chats, ranks=2)
+    assert first.iterations + second.iterations == whole.iterations
+
+
+def test_bf16_error_is_that_of_the_unpacked_run(runner: Runner, chats: Path) -> None:
+    packed = runner.train(DYNAMIC, "--bf16", data=chats, ranks=2)
+    exact, plain = (runner.train(PADDED, flags, data=chats, ranks=2) for flags in ("", "--bf16"))
+    assert rms(packed, exact) <= tolerances.BF16_ERROR_FACTOR * rms(plain, exact)
 
 
 def test_evaluation_and_a_step_without_targets(runner: Runner, chats: Path) -> None:

@@ -123,7 +123,7 @@ def test_bf16_error_is_that_of_the_unpacked_run(
     packed = runner.train(later_wins(PACKED, layout.flags), "--bf16", data=chats, ranks=layout.ranks)
     exact = unpacked_run(layout, runner, chats)
     plain = unpacked_run(layout, runner, chats, "--bf16")
-    assert _rms(packed, exact) <= tolerances.BF16_ERROR_FACTOR * _rms(plain, exact)
+    assert rms(packed, exact) <= tolerances.BF16_ERROR_FACTOR * rms(plain, exact)
 
 
 @pytest.mark.parametrize("name", ["TP2 SP", "PP2", "CP2"])
@@ -166,6 +166,7 @@ def _distance(packed: Run, reference: Run) -> float:
     )
 
 
-def _rms(run: Run, exact: Run) -> float:
+def rms(run: Run, exact: Run) -> float:
+    """How far a run's losses are from the exact ones."""
     pairs = zip(run.losses, exact.losses, strict=True)
     return (sum((mine - theirs) ** 2 for mine, theirs in pairs) / len(exact.losses)) ** 0.5
