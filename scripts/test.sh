@@ -3,7 +3,7 @@
 #
 #     bash scripts/test.sh [PYTEST ARGUMENTS]          e.g. tests/pure, -k isolation
 #
-# Makes .venv first (see scripts/setup_venv.sh). After that, about five minutes on two cores. Needs no GPU, no Transformer
+# Makes .venv first (see scripts/setup_venv.sh). After that, about eleven minutes on two cores. Needs no GPU, no Transformer
 # Engine, and no network beyond the installation. MEGATRON_LM=DIR, a checkout of Megatron-LM at core_r0.19.0, adds the
 # tests that run its own pretrain_gpt.py.
 set -euo pipefail
