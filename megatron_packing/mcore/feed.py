@@ -18,6 +18,7 @@ from megatron_packing.config import PackingConfig
 from megatron_packing.mcore.costs import cost_of_model, with_communication
 from megatron_packing.mcore.iterator import StepFigures, StepPacker, group_sizes_of
 from megatron_packing.mcore.lost import LostInStep
+from megatron_packing.mcore.watch import ReadLimit
 from megatron_packing.schedule import CostModel
 from megatron_packing.thd import PackShare, share_of_rank
 
@@ -47,8 +48,9 @@ class StepFeeder:
         self._packers: dict[bool, StepPacker] = {}
         """Of training and of evaluation, on ranks that draw."""
         if self._place.has_packs:
+            limit = ReadLimit(config.data_timeout)
             self._packers = {
-                training: _make_packer(config if training else config.for_evaluation(), chunks, self._place)
+                training: _make_packer(config if training else config.for_evaluation(), chunks, self._place, limit)
                 for training in (True, False)
             }
         self.groups = _make_groups(config) if config.smallest_group is not None else None
@@ -122,7 +124,7 @@ def _make_groups(config: PackingConfig) -> ContextGroups:
     return ContextGroups(ranks, group_sizes_of(config).of(len(ranks)), timedelta(minutes=minutes))
 
 
-def _make_packer(config: PackingConfig, chunks: list[nn.Module], place: ModelParallel) -> StepPacker:
+def _make_packer(config: PackingConfig, chunks: list[nn.Module], place: ModelParallel, limit: ReadLimit) -> StepPacker:
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
     from megatron.training.global_vars import get_args
@@ -138,6 +140,7 @@ def _make_packer(config: PackingConfig, chunks: list[nn.Module], place: ModelPar
         group=parallel_state.get_data_parallel_group(),
         siblings=parallel_state.get_data_parallel_group(with_context_parallel=True) if place.cp_size > 1 else None,
         device=place.device,
+        limit=limit,
         microbatch_multiple=multiple,
         cost=cost,
     )

@@ -89,12 +89,13 @@ class PackedStep:
 
 
 class StepPacker:
-    """Packs one step after the other. One for a process; between steps it keeps only which losses it has told.
+    """Packs one step after the other. One for training and one for evaluation; between steps it keeps only which losses it has told.
 
     Args:
         config: the run's settings.
         group: the data-parallel group (context parallelism not included); None for a single rank.
         device: where that group's backend wants its tensors.
+        limit: how long an item may take; one for a process, which has one handler of signals.
         siblings: the data-parallel group with context parallelism, whose ranks must all draw and plan the same;
             None where CP is 1.
         microbatch_multiple: what the number of microbatches must be a multiple of (interleaved pipelines).
@@ -107,6 +108,7 @@ class StepPacker:
         *,
         group: dist.ProcessGroup | None,
         device: torch.device | str,
+        limit: ReadLimit,
         siblings: dist.ProcessGroup | None = None,
         microbatch_multiple: int = 1,
         cost: CostModel = ATTENTION_ONLY,
@@ -116,7 +118,7 @@ class StepPacker:
         self._advice = BalanceAdvice(balance=config.balance)
         self._siblings = siblings
         self._microbatch_multiple = microbatch_multiple
-        self._limit = ReadLimit(config.data_timeout)
+        self._limit = limit
         self._group = group
         self._ranks: dict[str, Any] = {"group": group, "device": device}
         self._lost = LostRows(group, device)

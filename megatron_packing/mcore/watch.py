@@ -28,7 +28,7 @@ _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGALRM)
 
 
 class ReadLimit:
-    """Draws items, none of which may take longer than `seconds`.
+    """Draws items, none of which may take longer than `seconds`. One for a process: its signal has one handler.
 
     Only in the main thread, the one that signals interrupt; elsewhere there is no limit.
     """

@@ -28,6 +28,7 @@ from megatron_packing.data.sources.lines import scan_lines
 from megatron_packing.errors import SampleError
 from megatron_packing.mcore import iterator, lost
 from megatron_packing.mcore.fit_cost import CostFitter
+from megatron_packing.mcore.watch import ReadLimit
 from megatron_packing.schedule import CostModel
 from megatron_packing.thd import PackedBatch, PackShare, SampleTensors, build_pack, dummy_pack, share_of_rank
 from megatron_packing.thd.layout import order_of_gathered_rows, rows_of_cp_rank
@@ -174,7 +175,9 @@ class Packs:
 
 def pack_steps(rows: list[list[Row]], config: PackingConfig, ranks: int) -> list[tuple[str, Any]]:
     """Pack one step for each list of rows, on one packer."""
-    packer = iterator.StepPacker(config, group=group_of(ranks), device="cpu", cost=COST)
+    packer = iterator.StepPacker(
+        config, group=group_of(ranks), device="cpu", limit=ReadLimit(config.data_timeout), cost=COST
+    )
     return [outcome(lambda step=step: _pack(packer, step)) for step in rows]
 
 
@@ -182,13 +185,13 @@ def pack_more_than_there_is(
     count_and_rows: tuple[int, list[Row]], config: PackingConfig, ranks: int
 ) -> tuple[str, Any]:
     count, rows = count_and_rows
-    packer = iterator.StepPacker(config, group=group_of(ranks), device="cpu")
+    packer = iterator.StepPacker(config, group=group_of(ranks), device="cpu", limit=ReadLimit(config.data_timeout))
     return outcome(lambda: packer.pack(map(_item, rows), count).figures.samples)
 
 
 def pack_under(config: PackingConfig, rows: list[Row], ranks: int) -> tuple[str, Any]:
     """The same rows on every rank, but each under settings of its own."""
-    packer = iterator.StepPacker(config, group=group_of(ranks), device="cpu")
+    packer = iterator.StepPacker(config, group=group_of(ranks), device="cpu", limit=ReadLimit(config.data_timeout))
     return outcome(lambda: packer.pack(map(_item, rows), len(rows)).figures.samples)
 
 

@@ -20,6 +20,8 @@ CASES = {
     "bad-row:1:3:0": ("chats.jsonl:", ""),
     "reader-stalls:1:3:0": ("is missing. It waits for a loader's worker", "--num-workers 2"),
     "reader-stalls:1:2:0": ("scripts/faulty_pretrain.py:", ""),
+    # After evaluations, which draw under the same clock: the reader is still interrupted, and says where it stood.
+    "reader-stalls:1:3:1": ("scripts/faulty_pretrain.py:", "--eval-interval 1 --eval-iters 1 --split 80,20,0"),
     "reader-stalls-swallows:1:3:0": ("the reader of rank 1 gave nothing for 3 s", ""),
     "reader-stalls-in-c:1:3:0": ("rank 1 ended without a word", ""),
     "planner-raises:1:3:0": ("a planner with a bug", ""),
