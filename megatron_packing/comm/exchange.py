@@ -42,10 +42,12 @@ def exchange_samples(
     rank, ranks = group.rank(), group.size()
     owners = gathered.owners()
     # Ascending ids on both sides: the wire carries no names.
-    outgoing = [[i for i in sorted(mine) if to in destinations[i]] for to in range(ranks)]
-    incoming = [
-        [i for i, owner in enumerate(owners) if owner == source and rank in destinations[i]] for source in range(ranks)
-    ]
+    ascending = sorted(mine)
+    outgoing = [[i for i in ascending if to in destinations[i]] for to in range(ranks)]
+    incoming: list[list[int]] = [[] for _ in range(ranks)]
+    for i, owner in enumerate(owners):
+        if rank in destinations[i]:
+            incoming[owner].append(i)
     sizes_out = [sum(_FIELDS * gathered.lengths[i] for i in ids) for ids in outgoing]
     sizes_in = [sum(_FIELDS * gathered.lengths[i] for i in ids) for ids in incoming]
     flat = [_flatten(mine[i]) for ids in outgoing for i in ids]

@@ -12,6 +12,11 @@ from megatron_packing.errors import PackingError
 _TEXT_BYTES = 2048  # of a failure's message; enough for a path and a sentence
 
 
+def device_of(group: dist.ProcessGroup | None = None) -> str:
+    """Where the backend of `group` wants its tensors; None: of the default group."""
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+
 def raise_if_any_failed(
     failure: Exception | None, *, group: dist.ProcessGroup | None, device: torch.device | str
 ) -> None:

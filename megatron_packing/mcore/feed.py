@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatron_packing.comm.broadcast import ModelParallel, share_packs
+from megatron_packing.comm.failures import device_of
 from megatron_packing.comm.groups import ContextGroups
 from megatron_packing.config import PackingConfig
 from megatron_packing.mcore.costs import cost_of_model, with_communication
@@ -99,7 +100,6 @@ def _find_place() -> ModelParallel:
     from megatron.core import parallel_state as groups
 
     group = groups.get_model_parallel_group()
-    on_gpu = torch.distributed.get_backend(group) == "nccl"
     return ModelParallel(
         group=group,
         source=groups.get_model_parallel_src_rank(),
@@ -111,7 +111,7 @@ def _find_place() -> ModelParallel:
         last_stage=groups.get_pipeline_model_parallel_last_rank(),
         cp_size=groups.get_context_parallel_world_size(),
         cp_rank=groups.get_context_parallel_rank(),
-        device="cuda" if on_gpu else "cpu",
+        device=device_of(group),
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_packing.comm.failures import device_of
 from megatron_packing.comm.texts import all_gather_texts
 from megatron_packing.errors import PackingError
 from megatron_packing.schedule import CostModel
@@ -106,7 +107,7 @@ class CostFitter:
         return time.perf_counter() * 1e3
 
     def _fit(self, use: Callable[[CostModel], None], said: Callable[[str], None]) -> None:
-        group, device = (dist.group.WORLD, "cuda" if _on_gpu() else "cpu") if dist.is_initialized() else (None, "cpu")
+        group, device = (dist.group.WORLD, device_of()) if dist.is_initialized() else (None, "cpu")
         texts = all_gather_texts(json.dumps(self._rows()), group=group, device=device)
         self._measured.clear()
         first = group is None or group.rank() == 0
@@ -142,7 +143,7 @@ def _between(first: Any, second: Any) -> float:
 
 
 def _on_gpu() -> bool:
-    return dist.is_initialized() and dist.get_backend() == "nccl"
+    return dist.is_initialized() and device_of() == "cuda"
 
 
 def _fitted(rows: Sequence[Sequence[float]]) -> str:

@@ -89,7 +89,7 @@ class PackedStep:
 
 
 class StepPacker:
-    """Packs one step after the other. One for training and one for evaluation; between steps it keeps only which losses it has told.
+    """Packs one step after the other. One for training, one for evaluation; between steps it keeps only what it told.
 
     Args:
         config: the run's settings.

@@ -150,8 +150,9 @@ def check_sources(dataset_class: type[MegatronDataset], config: PackingDatasetCo
     import torch.distributed as dist
     from megatron.training.utils import print_rank_0
 
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    for line in survey_sources(dataset_class, config, group=dist.group.WORLD, device=device):
+    from megatron_packing.comm.failures import device_of
+
+    for line in survey_sources(dataset_class, config, group=dist.group.WORLD, device=device_of()):
         print_rank_0(f"megatron_packing: {line}")
 
 

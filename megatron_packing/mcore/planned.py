@@ -12,6 +12,7 @@ import numpy as np
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
+from megatron_packing.comm.failures import device_of
 from megatron_packing.comm.lengths import check_same
 from megatron_packing.comm.turns import take_turn
 from megatron_packing.config import PackingConfig
@@ -36,7 +37,7 @@ def follow_plan(config: PackingConfig, dataset_class: type[MegatronDataset], dat
     """
     import torch.distributed as dist
 
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = device_of()
     found: list[PackFile] = []
     take_turn(lambda: found.append(_checked(config, dataset_class, datasets)), is_mine=True, device=device)
     (packs,) = found

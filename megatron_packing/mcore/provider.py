@@ -167,6 +167,7 @@ def _build_indexes(dataset_class: type[MegatronDataset], config: PackingDatasetC
     """
     import torch.distributed as dist
 
+    from megatron_packing.comm.failures import device_of
     from megatron_packing.comm.turns import take_turn
 
     if not issubclass(dataset_class, VarlenDataset):
@@ -177,7 +178,7 @@ def _build_indexes(dataset_class: type[MegatronDataset], config: PackingDatasetC
             dataset_class.build_low_level_dataset(data.path, config)
 
     on_rank_0, leads_node = dist.get_rank() == 0, os.environ.get("LOCAL_RANK") == "0"
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = device_of()
     take_turn(build, is_mine=on_rank_0, device=device)
     if os.environ.get("LOCAL_WORLD_SIZE") != str(dist.get_world_size()):
         take_turn(build, is_mine=leads_node and not on_rank_0, device=device)

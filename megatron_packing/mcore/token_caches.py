@@ -6,12 +6,13 @@ import numpy as np
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
+from megatron_packing.comm.failures import device_of
 from megatron_packing.comm.turns import take_turn
 from megatron_packing.data.progress import progress_bar
 from megatron_packing.data.token_cache import Encoded, complete, open_cache, part_rows, write_part
 from megatron_packing.errors import ConfigError
 from megatron_packing.mcore.dataset import MockVarlenDataset, PackingDatasetConfig, VarlenDataset
-from megatron_packing.mcore.look import DataPath, data_paths
+from megatron_packing.mcore.look import data_paths, rows_by_split
 
 _LONG_WORK = 5_000
 """Rows of one rank from which a progress bar is worth its place: some seconds of tokenizing."""
@@ -44,7 +45,7 @@ def _build_one(dataset: VarlenDataset, folder: str) -> bool:
     import torch.distributed as dist
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = device_of()
     rows = len(dataset.dataset)
     found: list[bool] = []
     take_turn(lambda: found.append(open_cache(folder, dataset.cache_key) is not None), is_mine=True, device=device)
@@ -59,19 +60,13 @@ def _build_one(dataset: VarlenDataset, folder: str) -> bool:
 def _datasets(dataset_class: type[VarlenDataset], config: PackingDatasetConfig) -> Iterator[VarlenDataset]:
     """One for each cache: each file under the rules of training, of evaluation, or of both where they differ."""
     for data in data_paths(config):
-        splits = {data.split}
-        if config.packing_eval_overlong is not None and _is_also_evaluated(data, config):
-            splits.add(Split.valid)
         source = dataset_class.build_low_level_dataset(data.path, config)
+        splits = {data.split}
+        in_split = rows_by_split(config, data, range(len(source)), len(source))
+        if config.packing_eval_overlong is not None and (in_split["valid"] or in_split["test"]):
+            splits.add(Split.valid)
         for split in sorted(splits, key=lambda split: split.value):
             yield dataset_class(source, data.path, np.arange(len(source)), None, split, config)
-
-
-def _is_also_evaluated(data: DataPath, config: PackingDatasetConfig) -> bool:
-    if config.blend is not None:
-        return True  # --split cuts every file
-    blends = (config.blend_per_split or [])[1:]
-    return any(blend and data.path in blend[0] for blend in blends)
 
 
 def _holds_on_all_ranks(value: bool, device: str) -> bool:

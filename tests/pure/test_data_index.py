@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from megatron_packing.data.sources import cache, index, open_source, progress
+from megatron_packing.data import progress
+from megatron_packing.data.sources import cache, index, open_source
 from megatron_packing.data.sources.lines import JsonlSource, scan_lines
 from megatron_packing.errors import ConfigError
 

@@ -47,6 +47,15 @@ def test_another_setting_or_a_changed_file_is_another_cache(runner: Runner, tmp_
     assert len(list((tmp_path / "cache").iterdir())) == 3
 
 
+@pytest.mark.parametrize(("split", "caches"), [("100,0,0", 1), ("50,50,0", 2)])
+def test_rules_of_evaluation_have_a_cache_where_rows_are_evaluated(
+    split: str, caches: int, runner: Runner, chats: Path, tmp_path: Path
+) -> None:
+    flags = f"{STEPS} --packing-token-cache {tmp_path} --packing-eval-overlong drop --split {split} --eval-iters 0"
+    runner.train(PACKED, flags, data=chats)
+    assert len(list(tmp_path.iterdir())) == caches
+
+
 def test_what_cannot_be_cached_is_refused_on_every_rank(runner: Runner, chats: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()

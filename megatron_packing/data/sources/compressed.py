@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron_packing.data.progress import byte_progress
 from megatron_packing.data.sources.cache import (
     UNPACKED_SUFFIX,
     is_full,
@@ -23,7 +24,6 @@ from megatron_packing.data.sources.cache import (
     written_whole,
 )
 from megatron_packing.data.sources.optional import needed
-from megatron_packing.data.sources.progress import byte_progress
 from megatron_packing.data.sources.stamp import FileStamp
 from megatron_packing.errors import ConfigError
 

@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from megatron_packing.data.progress import Advance, byte_progress
 from megatron_packing.data.sources.cache import INDEX_SUFFIX, is_full, is_unwritable, places, say_once, written_whole
-from megatron_packing.data.sources.progress import Advance, byte_progress
 from megatron_packing.data.sources.stamp import FileStamp
 from megatron_packing.errors import ConfigError
 
