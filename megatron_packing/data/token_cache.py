@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packing.data.encode import Dropped, TokenizedSample
+from megatron_packing.data.sources.cache import written_whole
 from megatron_packing.errors import ConfigError, PackingError
 
 Encoded = list[TokenizedSample] | Dropped
@@ -154,10 +155,8 @@ def complete(folder: str | os.PathLike[str], key: str, *, rows: int, parts: int)
             "it. All ranks must see the same folder: name one on a shared file system."
         )
     manifest = {"format": _FORMAT, "rows": rows, "parts": names}
-    with _told_as_ours(folder):
-        unfinished = place / f"{_MANIFEST}.unfinished-{os.getpid()}"
-        _write_json(unfinished, manifest)
-        unfinished.replace(place / _MANIFEST)
+    with _told_as_ours(folder), written_whole(place / _MANIFEST) as draft:
+        draft.file.write(json.dumps(manifest).encode())
     for left in place.glob("part-*"):  # of attempts that were killed, or with other numbers of ranks
         if left.name not in names:
             shutil.rmtree(left, ignore_errors=True)
