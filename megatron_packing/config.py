@@ -40,6 +40,8 @@ class PackingConfig:
     """What a scheduler that balances keeps small, of `schedule.BALANCES`."""
     fit_cost_steps: int = 0
     """Steps whose microbatches are timed, for `balanced` to go by; 0: it goes by the model's FLOPs."""
+    prefetch: bool = False
+    """Whether the next step of training is planned and exchanged while this one computes."""
     plan: str | None = None
     """Pack file that training follows, each of its packs one consumed sample; None: rows are packed step by step."""
     dataset: str = "varlen"
@@ -117,6 +119,7 @@ class PackingConfig:
         self._check_split()
         self._check_plan()
         self._check_fit_cost()
+        self._check_prefetch()
         _check_positive("--seq-length", self.seq_length)
         _check_positive("--packing-log-interval", self.log_interval)
         _check_positive("--packing-data-timeout", self.data_timeout)
@@ -219,6 +222,19 @@ class PackingConfig:
             raise ConfigError(
                 f"{flag} with PP {self.topology.pp}, EP {self.topology.ep}: ranks wait for one another within "
                 "microbatches there, so that a pack's time is not its own. Drop the flag."
+            )
+
+    def _check_prefetch(self) -> None:
+        if not self.prefetch:
+            return
+        if not self.packed:
+            raise ConfigError(
+                "--packing-prefetch with --varlen-sbhd-validation: the reference run plans nothing. Drop the flag."
+            )
+        if self.fit_cost_steps:
+            raise ConfigError(
+                f"--packing-prefetch with --packing-fit-cost {self.fit_cost_steps}: a step that was planned ahead "
+                "cannot go by costs measured since. Drop one of them."
             )
 
     def _check_capacity(self) -> None:

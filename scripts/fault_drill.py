@@ -120,6 +120,7 @@ class Drill:
     rank: int
     step: int
     workers: int
+    prefetch: bool
     seed: int
 
 
@@ -132,6 +133,7 @@ def choose(rng: random.Random, kind: str | None) -> Drill:
         rank=rng.choice({"readers": LAYOUTS[layout].readers, "any": range(RANKS), "first": (0,)}[KINDS[kind].on]),
         step=rng.randint(1, KINDS[kind].last_step),
         workers=rng.choice(KINDS[kind].workers),
+        prefetch=rng.random() < 0.5,
         seed=rng.randrange(10**6),
     )
 
@@ -292,9 +294,9 @@ class Session:
         folder.mkdir()
         saving = ["--save", str(folder / "saved"), "--save-interval", str(SAVE_EVERY)]
         fault = ["--fault", f"{drill.kind}:{drill.rank}:{drill.step}:{drill.seed}"]
-        ended = run([*self._flags(drill.layout, drill.workers), *saving, *fault], folder / "faulty")
-        loading = ["--load", str(folder / "saved")]
-        restarted = run([*self._flags(drill.layout, drill.workers), *saving, *loading], folder / "restarted")
+        flags = [*self._flags(drill.layout, drill.workers, prefetch=drill.prefetch), *saving]
+        ended = run([*flags, *fault], folder / "faulty")
+        restarted = run([*flags, "--load", str(folder / "saved")], folder / "restarted")
         outcome = judge(drill, ended, restarted, reference)
         if not outcome.wrong:
             shutil.rmtree(folder)
@@ -310,9 +312,10 @@ class Session:
             self._references[layout] = ended.steps
         return self._references[layout]
 
-    def _flags(self, layout: str, workers: int) -> list[str]:
+    def _flags(self, layout: str, workers: int, *, prefetch: bool = False) -> list[str]:
         return [
             *FLAGS,
+            *(["--packing-prefetch"] if prefetch else []),
             *LAYOUTS[layout].flags.split(),
             "--num-workers",
             str(workers),

@@ -7,6 +7,7 @@ also works in a loader's worker: samples of a step follow one another, --global-
 
 import ctypes
 import functools
+import itertools
 import os
 import random
 import resource
@@ -123,13 +124,14 @@ def kill_this_process(fault: Fault, data: Any, idx: int) -> Any:
 
 
 def in_planner(act: Callable[[Callable[..., Any], dict[str, Any], Any], Any]) -> Callable[[Fault], None]:
-    """Let `act` plan on the rank, in the step."""
+    """Let `act` plan the step on the rank: the run's plan of that number, which may be made ahead."""
 
     def install(fault: Fault) -> None:
         plan = iterator.make_plan
+        plans = itertools.count(1)
 
         def faulty(lengths: Any, **settings: Any) -> Any:
-            if fault.is_here and get_args().curr_iteration + 1 == fault.step:
+            if fault.is_here and next(plans) == fault.step:
                 fault.strikes()
                 return act(plan, settings, lengths)
             return plan(lengths, **settings)

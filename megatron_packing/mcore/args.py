@@ -175,6 +175,11 @@ def _add_packing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         f"{DEFAULT_FIT_STEPS} steps after the first)",
     )
     add(
+        "--packing-prefetch",
+        action="store_true",
+        help="plan and exchange the next step's samples in a thread while this step computes (default: off)",
+    )
+    add(
         "--packing-plan",
         type=str,
         default=None,
@@ -218,6 +223,7 @@ def wants_packing(args: argparse.Namespace) -> bool:
         or args.packing_dataset is not None
         or args.packing_plan is not None
         or args.packing_fit_cost
+        or args.packing_prefetch
         or args.sequence_packing_scheduler is not None
         or args.dynamic_context_parallel
         or args.min_dynamic_context_parallel_size != 1
@@ -266,6 +272,7 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         smallest_group=args.min_dynamic_context_parallel_size if groups_change else None,
         balance=args.packing_balance,
         fit_cost_steps=args.packing_fit_cost,
+        prefetch=args.packing_prefetch,
         plan=args.packing_plan,
         dataset=dataset,
         mock_config=args.varlen_mock_dataset_config_json,

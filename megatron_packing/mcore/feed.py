@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, fields
 from datetime import timedelta
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_packing.comm.broadcast import ModelParallel, share_packs
@@ -17,8 +17,9 @@ from megatron_packing.comm.failures import device_of
 from megatron_packing.comm.groups import ContextGroups
 from megatron_packing.config import PackingConfig
 from megatron_packing.mcore.costs import cost_of_model, with_communication
-from megatron_packing.mcore.iterator import StepFigures, StepPacker, group_sizes_of
+from megatron_packing.mcore.iterator import PackedStep, StepFigures, StepPacker, group_sizes_of
 from megatron_packing.mcore.lost import LostInStep
+from megatron_packing.mcore.prefetch import PrefetchingPacker
 from megatron_packing.mcore.watch import ReadLimit
 from megatron_packing.schedule import CostModel
 from megatron_packing.thd import PackShare, share_of_rank
@@ -51,9 +52,10 @@ class StepFeeder:
         if self._place.has_packs:
             limit = ReadLimit(config.data_timeout)
             self._packers = {
-                training: _make_packer(config if training else config.for_evaluation(), chunks, self._place, limit)
-                for training in (True, False)
+                training: _make_packer(config if training else config.for_evaluation(), chunks, limit, drawing)
+                for training, drawing in ((True, _who_draws(config.prefetch)), (False, _who_draws()))
             }
+        self._prefetching = PrefetchingPacker(self._packers[True]) if config.prefetch and self._packers else None
         self.groups = _make_groups(config) if config.smallest_group is not None else None
         """Where the ranks that share a pack change from one to the next."""
 
@@ -80,7 +82,7 @@ class StepFeeder:
         packer = self._packers.get(training)
         if packer is not None:
             try:
-                step = packer.pack(_given(data_iterator), count)
+                step = self._pack(packer, _given(data_iterator), count, training=training)
                 places = step.places or [(self._place.cp_size, self._place.cp_rank)] * len(step.batches)
                 shares = [
                     share_of_rank(batch, cp_size=size, cp_rank=rank)
@@ -93,6 +95,24 @@ class StepFeeder:
         mine, numbers = share_packs(shares, numbers, self._place, failure=failure)
         figures = _figures_from(numbers)
         return FedStep(shares=tuple(mine), figures=figures, lost=lost, groups_change=self.groups is not None)
+
+    def close(self) -> None:
+        """Call once no step follows."""
+        if self._prefetching is not None:
+            self._prefetching.close()
+
+    def _pack(self, packer: StepPacker, data_iterator: Iterator[Any], count: int, *, training: bool) -> PackedStep:
+        if self._prefetching is None or not training:
+            return packer.pack(data_iterator, count)
+        return self._prefetching.pack(data_iterator, count, another_follows=_another_step_follows())
+
+
+def _another_step_follows() -> bool:
+    """Whether this step of training is not the run's last; Megatron may still end the run before the next."""
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    return args.curr_iteration + 1 < args.train_iters
 
 
 def _find_place() -> ModelParallel:
@@ -119,13 +139,43 @@ def _make_groups(config: PackingConfig) -> ContextGroups:
     from megatron.core import parallel_state
     from megatron.training.global_vars import get_args
 
-    ranks = torch.distributed.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    ranks = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
     minutes = get_args().distributed_timeout_minutes
     return ContextGroups(ranks, group_sizes_of(config).of(len(ranks)), timedelta(minutes=minutes))
 
 
-def _make_packer(config: PackingConfig, chunks: list[nn.Module], place: ModelParallel, limit: ReadLimit) -> StepPacker:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WhoDraws:
+    """The process groups of the ranks that draw and plan one step."""
+
+    group: dist.ProcessGroup
+    """Of data parallelism."""
+    siblings: dist.ProcessGroup | None
+    """Of data and context parallelism; None where CP is 1."""
+
+
+def _who_draws(of_their_own: bool = False) -> _WhoDraws:
+    """Megatron's groups; or the same ranks over gloo, so that a thread may use them beside Megatron and any backend."""
     from megatron.core import parallel_state
+
+    group, siblings = parallel_state.get_data_parallel_group(), None
+    if parallel_state.get_context_parallel_world_size() > 1:
+        siblings = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if of_their_own:  # in this order on every rank: no rank is in two groups of a kind
+        group, siblings = _same_ranks(group), None if siblings is None else _same_ranks(siblings)
+    return _WhoDraws(group=group, siblings=siblings)
+
+
+def _same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    from megatron.training.global_vars import get_args
+
+    minutes = timedelta(minutes=get_args().distributed_timeout_minutes)
+    ranks = dist.get_process_group_ranks(group)
+    # The ranks that do not draw know nothing of it.
+    return dist.new_group(ranks, timeout=minutes, backend="gloo", use_local_synchronization=True)
+
+
+def _make_packer(config: PackingConfig, chunks: list[nn.Module], limit: ReadLimit, drawing: _WhoDraws) -> StepPacker:
     from megatron.core.utils import get_model_config
     from megatron.training.global_vars import get_args
 
@@ -137,9 +187,9 @@ def _make_packer(config: PackingConfig, chunks: list[nn.Module], place: ModelPar
         cost = with_communication(cost, model)
     return StepPacker(
         config,
-        group=parallel_state.get_data_parallel_group(),
-        siblings=parallel_state.get_data_parallel_group(with_context_parallel=True) if place.cp_size > 1 else None,
-        device=place.device,
+        group=drawing.group,
+        siblings=drawing.siblings,
+        device=device_of(drawing.group),
         limit=limit,
         microbatch_multiple=multiple,
         cost=cost,

@@ -75,6 +75,8 @@ class StepFigures:
     """Planning on this rank, and measuring the plan."""
     exchange_ms: float
     """Exchange of lengths and samples on this rank, without waiting for the data."""
+    waited_ms: float
+    """How long this rank's training stood still for the two above: for both, or, prefetched, for what was left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -133,14 +135,41 @@ class StepPacker:
         Raises:
             PackingError: on every rank, when any rank failed to draw or to plan.
         """
-        drawn, failure = self._draw(data_iterator, count)
+        return self.pack_items(self.draw(data_iterator, count))
+
+    def draw(self, data_iterator: Iterator[Any], count: int, *, steps_ahead: int = 0) -> "StepItems":
+        """Draw `count` items; what keeps this rank from it is told to the others in `pack_items`.
+
+        Args:
+            data_iterator: the rank's.
+            count: items.
+            steps_ahead: how many steps before their own they are drawn.
+        """
+        items: list[Any] = []
+        failure: Exception | None = None
+        try:
+            for number in range(count):
+                items.append(self._limit.next(data_iterator, number, count, steps_ahead=steps_ahead))
+        except StopIteration:
+            failure = PackingError("the data ended in the middle of a step; lower --train-iters or add rows.")
+        except Exception as error:  # whatever a user's dataset raises must reach every rank
+            failure = _as_raised(error)
+        return StepItems(items=items, count=count, failure=failure)
+
+    def pack_items(self, items: "StepItems") -> PackedStep:
+        """Pack a step of which this rank has drawn these items. All ranks call it for the same steps in the same order.
+
+        Raises:
+            PackingError: on every rank, when any rank failed to draw or to plan.
+        """
+        drawn, failure = _take_apart(items)
         if self._siblings is not None:  # the gather below reaches one context-parallel rank of each replica only
             raise_if_any_failed(failure, group=self._siblings, device=self._ranks["device"])
         started = time.perf_counter()
         gathered = gather_lengths(
             [sample.length for sample in drawn.samples],
             [sample.targets for sample in drawn.samples],
-            limit=count,
+            limit=items.count,
             **self._ranks,
             joined=drawn.joined,
             counters=self._lost.counters(drawn.lost),
@@ -167,20 +196,13 @@ class StepPacker:
         places = None if plan.group_sizes is None else tuple(_places(assignments, self._rank))
         return PackedStep(batches=batches, figures=figures, lost=lost, places=places)
 
+    def forget(self, step: PackedStep) -> None:
+        """Take back a step that will not run as it is: rows that it told of will be told of again. On every rank."""
+        self._lost.untell(step.lost)
+
     @property
     def _rank(self) -> int:
         return 0 if self._group is None else self._group.rank()
-
-    def _draw(self, data_iterator: Iterator[Any], count: int) -> tuple["_Drawn", Exception | None]:
-        drawn = _Drawn()
-        try:
-            for number in range(count):
-                drawn.add(self._limit.next(data_iterator, number, count))
-        except StopIteration:
-            return _Drawn(), PackingError("the data ended in the middle of a step; lower --train-iters or add rows.")
-        except Exception as failure:  # whatever a user's dataset raises must reach every rank
-            return _Drawn(), _as_raised(failure)
-        return drawn, None
 
     def _plan(
         self, gathered: GatheredLengths, units: Units
@@ -274,6 +296,7 @@ def _figures(
         truncated=lost.truncated,
         plan_ms=plan_ms,
         exchange_ms=exchange_ms,
+        waited_ms=plan_ms + exchange_ms,
     )
 
 
@@ -308,6 +331,28 @@ def _as_raised(failure: Exception) -> PackingError:
     said = PackingError(peers.describe(failure))
     said.__cause__ = failure
     return said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepItems:
+    """The loader's items of one step of one rank, as they came."""
+
+    items: list[Any]
+    count: int
+    """How many there should be; fewer came if it failed."""
+    failure: Exception | None = None
+    """What kept the rank from drawing the others."""
+
+
+def _take_apart(items: StepItems) -> tuple["_Drawn", Exception | None]:
+    """The samples of a step's items; none, and why, where anything about them failed."""
+    drawn, failure = _Drawn(), items.failure
+    try:
+        for item in items.items:
+            drawn.add(item)
+    except Exception as error:  # a user's dataset may give anything
+        failure = failure or _as_raised(error)
+    return (_Drawn(), failure) if failure else (drawn, None)
 
 
 class _Drawn:

@@ -110,6 +110,12 @@ class LostRows:
             news += [(reason, why) for reason, lines in examples.items() for why in lines]
         return LostInStep(counts=counts, news=tuple(self._worth_telling(news)))
 
+    def untell(self, lost: LostInStep) -> None:
+        """Forget what a step told that will be packed anew. Called on every rank."""
+        for reason, _ in lost.news:
+            self._told[reason] -= 1
+        self._told = {reason: told for reason, told in self._told.items() if told}
+
     def _untold(self, mine: Lost) -> dict[str, list[str]]:
         return {reason: lines for reason, lines in mine.examples.items() if self._told.get(reason, 0) < EXAMPLES}
 

@@ -132,6 +132,7 @@ def _plan_scalars(figures: StepFigures) -> dict[str, int | float]:
         "least lockstep imbalance": figures.lockstep_lower_bound,
         "plan ms": figures.plan_ms,
         "exchange ms": figures.exchange_ms,
+        "waited ms": figures.waited_ms,
     }
 
 
@@ -147,6 +148,7 @@ _FORMATS = {
     "least lockstep imbalance": ".3f",
     "plan ms": ".2f",
     "exchange ms": ".2f",
+    "waited ms": ".2f",
 }
 """How the log writes a figure; counts, which are not named here, with commas."""
 

@@ -82,6 +82,8 @@ class PackedStepRunner:
 
     def run_ends(self) -> None:
         """Say what the run lost. Call once no step follows."""
+        if self._feeder is not None:
+            self._feeder.close()
         self._reporter.run_ends()
 
     def _prepare(self, chunks: list[nn.Module]) -> StepFeeder:

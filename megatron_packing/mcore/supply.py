@@ -29,6 +29,7 @@ from megatron_packing.mcore.loader import (
     batches_in_order,
     batches_of_every_row,
 )
+from megatron_packing.mcore.prefetch import ReadAhead
 
 
 def check_requests(
@@ -136,15 +137,20 @@ def describe_order(config: PackingConfig, dataset: AnyDataset, *, step: int, see
     return f"order: {order}; {describe_epochs(rows, step)}"
 
 
-def _training_loader(config: PackingConfig, dataset: AnyDataset) -> Loader:
+def _training_loader(config: PackingConfig, dataset: AnyDataset) -> Iterator[Any]:
     from megatron.training import get_args
 
     args = get_args()
     share = _share(args.micro_batch_size)
     first = args.consumed_train_samples
-    if config.order == "cyclic":
-        return _loader(config, dataset, lambda: _cyclic(dataset, first))
-    return _loader(config, dataset, lambda: batches_in_order(share, first=first, end=_end(dataset)))
+
+    def order() -> Iterator[Batch]:
+        if config.order == "cyclic":
+            return _cyclic(dataset, first)
+        return batches_in_order(share, first=first, end=_end(dataset))
+
+    loader = _loader(config, dataset, order)
+    return ReadAhead(loader) if config.prefetch else loader
 
 
 def _cyclic(dataset: AnyDataset, consumed: int) -> Iterator[Batch]:

@@ -36,21 +36,21 @@ class ReadLimit:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._since: float | None = None  # when the wait began; None while nothing is waited for
-        self._item = (0, 0)
+        self._item = (0, 0, 0)
         self._watched = False  # from the first item on
         self._is_watching = False  # there is a limit
         self._timer_lock = threading.Lock()
         self._drawing = False  # a step's items, so that the timer must be set
 
-    def next(self, iterator: Iterator[Any], number: int, count: int) -> Any:
-        """The next item of `iterator`: the `number`th (from 0) of the `count` of a step.
+    def next(self, iterator: Iterator[Any], number: int, count: int, *, steps_ahead: int = 0) -> Any:
+        """The next item of `iterator`: the `number`th (from 0) of the `count` of a step, of this one or a later one.
 
         Raises:
             PackingError: it took too long.
         """
         if not self._watched:
             self._begin()
-        self._item = (number, count)
+        self._item = (number, count, steps_ahead)
         if number == 0:
             self._set_timer(drawing=True)
         self._since = time.monotonic()
@@ -110,11 +110,11 @@ class ReadLimit:
             time.sleep(0.05)
 
     def _message(self, frame: FrameType | None) -> str:
-        number, count = self._item
+        number, count, steps_ahead = self._item
         return (
             f"the reader of rank {peers.rank()} gave nothing for {self._seconds:g} s; item {number + 1} of {count} of "
-            f"{_iteration()} is missing.{_place(frame)} Look at the storage and the dataset's __getitem__, or raise "
-            "--packing-data-timeout."
+            f"{_iteration(steps_ahead)} is missing.{_place(frame)} Look at the storage and the dataset's __getitem__, "
+            "or raise --packing-data-timeout."
         )
 
 
@@ -131,10 +131,10 @@ def _place(frame: FrameType | None) -> str:
     return ""
 
 
-def _iteration() -> str:
+def _iteration(steps_ahead: int) -> str:
     from megatron.training.global_vars import get_args
 
     try:
-        return f"iteration {get_args().curr_iteration + 1}"
+        return f"iteration {get_args().curr_iteration + 1 + steps_ahead}"
     except AssertionError:  # Megatron's way to say that there are no arguments: packing outside a run
         return "the step"

@@ -12,10 +12,13 @@ from collections.abc import Callable
 
 
 def compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, compiled on its first call. Only in modules that are imported on use: numba takes 0.5 s to import."""
+    """`function`, compiled on its first call; other threads of Python run beside it.
+
+    Only in modules that are imported on use: numba takes 0.5 s to import.
+    """
     from numba import njit
 
-    machine_code: Callable[P, R] = njit(cache=True)(function)
+    machine_code: Callable[P, R] = njit(cache=True, nogil=True)(function)
     return machine_code
 
 

@@ -75,7 +75,7 @@ def check_step(drawn: list[list[Row]], packs: list[Packs]) -> None:
     assert samples_in(packs) == samples_of(list(itertools.chain.from_iterable(drawn)))
     assert len({len(of_rank.tokens) for of_rank in packs}) == 1
     assert len({of_rank.digest for of_rank in packs}) == 1
-    measured = {"plan_ms", "exchange_ms"}
+    measured = {"plan_ms", "exchange_ms", "waited_ms"}
     figures = [{k: v for k, v in of_rank.figures.items() if k not in measured} for of_rank in packs]
     assert all(of_rank == figures[0] for of_rank in figures)
     assert figures[0]["microbatches"] == len(packs[0].tokens)

@@ -75,6 +75,10 @@ def test_settings_cannot_change_later() -> None:
         pytest.param({"plan": "p", "overlong": "split"}, "--packing-plan p with --packing-overlong", id="split-plan"),
         pytest.param({"plan": "p", "scheduler": "dynamic_cp"}, "with the scheduler dynamic_cp", id="groups-plan"),
         pytest.param({"fit_cost_steps": 5}, "fit-cost 5: only balanced looks at costs", id="fit-first-fit"),
+        pytest.param({"prefetch": True, "scheduler": None}, "--packing-prefetch.*reference run", id="prefetch-padded"),
+        pytest.param(
+            {"prefetch": True, "fit_cost_steps": 5, "scheduler": "balanced"}, "--packing-fit-cost 5", id="prefetch-fit"
+        ),
         pytest.param({"fit_cost_steps": -1}, "--packing-fit-cost -1: must be at least 1", id="fit-steps"),
         pytest.param(
             {"fit_cost_steps": 5, "scheduler": "balanced", "topology": Topology(pp=2)}, "PP 2, EP 1", id="fit-pipeline"

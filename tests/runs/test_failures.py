@@ -30,6 +30,11 @@ CASES = {
     "killed-in-forward:1:3:0": ("rank 1 ended without a word", "--pipeline-model-parallel-size 2"),
     "killed-in-forward:0:3:0": ("rank 0 ended without a word", "--num-workers 2"),
     "worker-killed:1:3:0": ("DataLoader worker", "--num-workers 2"),
+    # In the thread that plans the next step, and in the main thread while that one is at work.
+    "planner-raises:1:3:1": ("a planner with a bug", "--packing-prefetch"),
+    "killed-planning:1:3:1": ("rank 1 ended without a word", "--packing-prefetch"),
+    "reader-stalls:1:3:2": ("of iteration 3 is missing. It stands in", "--packing-prefetch"),
+    "killed-in-forward:1:3:1": ("rank 1 ended without a word", "--packing-prefetch --num-workers 1"),
     "disk-full:1:3:0": ("checkpoint write failed on rank 1", "--save {folder} --save-interval 3"),
 }
 
@@ -40,7 +45,7 @@ def test_every_rank_ends_soon_and_tells_the_cause(fault: str, runner: Runner, ch
     kind, rank, *_ = fault.split(":")
     run = runner.attempt(PACKED, FAULTY, f"--fault {fault}", flags.format(folder=tmp_path), data=chats, ranks=2)
     seconds = time.time() - _struck_at(run)
-    killed = {int(rank)} if kind.startswith("killed-in") else set()
+    killed = {int(rank)} if kind.startswith("killed") else set()
     for number, code in enumerate(run.exit_codes):
         assert code == -9 if number in killed else code > 0, f"exit codes {run.exit_codes}\n{run.log[-3000:]}"
     assert seconds < END_SECONDS

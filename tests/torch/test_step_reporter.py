@@ -25,6 +25,7 @@ PLAN_FIGURES = {
     "least lockstep imbalance": 1.125,
     "plan ms": 2.5,
     "exchange ms": 1.5,
+    "waited ms": 0.25,
 }
 
 
@@ -49,6 +50,7 @@ def figures(samples: int) -> StepFigures:
         truncated=0,
         plan_ms=2.5,
         exchange_ms=1.5,
+        waited_ms=0.25,
     )
 
 
@@ -91,5 +93,6 @@ def test_log_tensorboard_and_wandb_get_each_intervals_last_step(monkeypatch: pyt
     ]
     assert lines[1].split("|", 1)[1] == (
         " alignment waste: 1.0% | tail waste: 14.0% | dummy waste: 10.0% | least packs: 7 | step imbalance: 1.250 | "
-        "lockstep imbalance: 1.500 | least lockstep imbalance: 1.125 | plan ms: 2.50 | exchange ms: 1.50 |"
+        "lockstep imbalance: 1.500 | least lockstep imbalance: 1.125 | plan ms: 2.50 | exchange ms: 1.50 | "
+        "waited ms: 0.25 |"
     )

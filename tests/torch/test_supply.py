@@ -111,6 +111,7 @@ def test_evaluation_is_packed_under_settings_of_its_own(monkeypatch: pytest.Monk
             raise Asked(self.config)
 
     monkeypatch.setattr(feed, "_find_place", Place)
+    monkeypatch.setattr(feed, "_who_draws", lambda *_: None)
     monkeypatch.setattr(feed, "_make_packer", Packer)
     monkeypatch.setattr(feed, "share_packs", lambda *_, failure: (_ for _ in ()).throw(failure))
     config = settings(eval_scheduler="dp_balanced", eval_max_tokens_per_rank=32, eval_overlong="drop")
