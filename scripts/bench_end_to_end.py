@@ -1,7 +1,8 @@
 """How much faster is a packed run on CPU, against padding and against sorting by length, and what eats the rest?
 
 For each sequence length, live runs of one small GPT take turns iteration by iteration on the same samples: padded with
-micro-batch 4, sorted by length and padded within the micro-batch, and packed at each capacity; all with our attention.
+micro-batch 4, sorted by length and padded within the micro-batch, and packed at each capacity by each scheduler; all
+with our attention.
 Sample lengths are those of the alpaca instructions (data/alpaca_lengths.json), token ids are made up. Time is the CPU
 time of the processes, so that other programs on the machine disturb little. The FLOP ratio is what packing could give
 if every floating point operation took the same time. Cost: some minutes; see --iters.
@@ -9,7 +10,6 @@ if every floating point operation took the same time. Cost: some minutes; see --
 
 import argparse
 import json
-import random
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,19 +25,19 @@ from paired_runs import (
     Layout,
     Training,
     by_iteration,
+    data_flags,
     launch_command,
     max_relative_difference,
     median_ratio,
+    share_of_waiting,
     thread_variables,
+    write_samples,
 )
 from rich.console import Console
 from rich.table import Table
 from turns import Run, RunFailed, Turns, leave_on_signals
 
 LENGTHS = ROOT / "scripts" / "data" / "alpaca_lengths.json"
-VOCAB_SIZE = 4096
-EOS = VOCAB_SIZE - 1
-
 SAMPLES = "samples.jsonl"
 PADDED, SORTED = "padded", "sorted"
 
@@ -75,9 +75,10 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one setting gave. Ratios of times are medians over iterations, the first left out."""
+    """What a scheduler gave in one setting. Ratios of times are medians over iterations, the first left out."""
 
     setting: str
+    scheduler: str
     slot_ratio: float
     flop_ratio: float
     padded_over_packed: float
@@ -97,7 +98,11 @@ class Outcome:
 def measure(seq_length: int, settings: Sequence[Setting], options: argparse.Namespace) -> dict[str, Figures]:
     """Run every layout of one sequence length, in turns."""
     layouts = [Layout(name=PADDED), Layout(name=SORTED, sort=True)]
-    layouts += [Layout(name=setting.name, capacity=setting.capacity) for setting in settings]
+    layouts += [
+        Layout(name=packed_name(setting, scheduler), capacity=setting.capacity, scheduler=scheduler)
+        for setting in settings
+        for scheduler in options.schedulers
+    ]
     samples = options.out / SAMPLES
     training = Training(seq_length=seq_length, iterations=options.iters, data_flags=data_flags(samples))
     runs = [
@@ -105,7 +110,7 @@ def measure(seq_length: int, settings: Sequence[Setting], options: argparse.Name
             name=layout.name,
             command=launch_command(training, layout, options.iters, options.nproc),
             iterations=options.iters,
-            log=options.out / f"{seq_length}-{layout.name.replace('/', '-')}.log",
+            log=options.out / f"{seq_length}-{layout.name.replace('/', '-').replace(' ', '-')}.log",
         )
         for layout in layouts
     ]
@@ -123,17 +128,9 @@ def measure(seq_length: int, settings: Sequence[Setting], options: argparse.Name
     return figures
 
 
-def write_samples(path: Path) -> None:
-    """Write documents of the alpaca lengths: ids that rise by a step and wrap around, which a model can learn."""
-    lengths = sample_lengths()
-    rows = []
-    for number, length in enumerate(lengths):
-        draw = random.Random(number)
-        start, step = draw.randrange(EOS), draw.randint(1, 4)
-        ids = ((start + step * place) % EOS for place in range(length))  # the end-of-document id is added in training
-        rows.append(json.dumps({"text": " ".join(map(str, ids))}) + "\n")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(rows), encoding="utf-8")
+def packed_name(setting: Setting, scheduler: str) -> str:
+    """What the packed run of a setting is called."""
+    return f"{setting.name} {scheduler}"
 
 
 def sample_lengths() -> list[int]:
@@ -142,20 +139,14 @@ def sample_lengths() -> list[int]:
     return lengths
 
 
-def data_flags(path: Path) -> list[str]:
-    """Ids written as numbers, and the tokenizer that reads them so."""
-    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE)]
-    return ["--data-path", str(path), *tokenizer, "--null-tokenizer-eod-id", str(EOS)]
-
-
-def outcome(setting: Setting, figures: Mapping[str, Figures], ranks: int) -> Outcome:
+def outcome(setting: Setting, scheduler: str, figures: Mapping[str, Figures], ranks: int) -> Outcome:
     """Put the packed run of `setting` in relation to its baselines."""
-    padded, sorted_run, packed = figures[PADDED], figures[SORTED], figures[setting.name]
+    padded, sorted_run, packed = figures[PADDED], figures[SORTED], figures[packed_name(setting, scheduler)]
     flop_ratio = padded.total("flops") / packed.total("flops")
     speedup = median_ratio(padded, packed, "cpu_s")
-    waits = zip(*(packed.after_first(name) for name in ("plan_ms", "exchange_ms", "wall_s")), strict=True)
     return Outcome(
         setting=setting.name,
+        scheduler=scheduler,
         slot_ratio=padded.total("slots") / packed.total("slots"),
         flop_ratio=flop_ratio,
         padded_over_packed=speedup,
@@ -166,7 +157,7 @@ def outcome(setting: Setting, figures: Mapping[str, Figures], ranks: int) -> Out
         max_relative_loss_difference=max_relative_difference(packed.all("loss"), padded.all("loss")),
         plan_ms=statistics.median(packed.after_first("plan_ms")),
         exchange_ms=statistics.median(packed.after_first("exchange_ms")),
-        share=statistics.median((plan + exchange) / (1000 * wall) for plan, exchange, wall in waits),
+        share=share_of_waiting(packed),
         share_target=SHARE_TARGETS.get(ranks),
     )
 
@@ -177,6 +168,7 @@ def table_of(outcomes: Sequence[Outcome], options: argparse.Namespace) -> Table:
         title=f"Packed on CPU: {options.nproc} rank(s) of {options.threads} thread(s), {options.iters} iterations"
     )
     table.add_column("seq / capacity")
+    table.add_column("scheduler")
     for column in ("slots", "FLOPs", "packed / padded", "of FLOPs", "packed / sorted", "loss diff"):
         table.add_column(column, justify="right")
     for column in ("plan ms", "exchange ms", "share"):
@@ -184,6 +176,7 @@ def table_of(outcomes: Sequence[Outcome], options: argparse.Namespace) -> Table:
     for row in outcomes:
         table.add_row(
             row.setting,
+            row.scheduler,
             f"{row.slot_ratio:.2f}x",
             f"{row.flop_ratio:.2f}x",
             f"{row.padded_over_packed:.2f}x",
@@ -212,14 +205,15 @@ def _at_most_percent(value: float, target: float | None) -> str:
 
 def run_all(options: argparse.Namespace) -> list[Outcome]:
     """Measure the chosen settings; those of one sequence length share their baselines."""
-    write_samples(options.out / SAMPLES)
+    write_samples(options.out / SAMPLES, sample_lengths())
     chosen = [SETTINGS[name] for name in options.settings]
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, list[Outcome]] = {}
     for seq_length in dict.fromkeys(setting.seq_length for setting in chosen):
         settings = [setting for setting in chosen if setting.seq_length == seq_length]
         figures = measure(seq_length, settings, options)
-        outcomes |= {setting.name: outcome(setting, figures, options.nproc) for setting in settings}
-    return [outcomes[name] for name in options.settings]
+        for setting in settings:
+            outcomes[setting.name] = [outcome(setting, name, figures, options.nproc) for name in options.schedulers]
+    return [row for name in options.settings for row in outcomes[name]]
 
 
 def main() -> int:
@@ -251,6 +245,13 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="sequence length/capacity"
+    )
+    parser.add_argument(
+        "--schedulers",
+        nargs="+",
+        choices=("first_fit", "dp_balanced", "balanced"),
+        default=["first_fit"],
+        help="what makes the packs; a run for each",
     )
     parser.add_argument("--nproc", type=int, default=1, choices=(1, 2), help="data-parallel ranks of each run")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of a rank")

@@ -14,6 +14,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ class Recorder:
         self.row_lengths: list[int] = []
         """Slots of each row that ran, for runs that do not pack."""
         self.packed_step: Any = None
+        self.marks: list[float] = []
+        """CPU time of this process where a pack begins, and where the last one ends."""
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def end(self, loss: float) -> dict[str, Any]:
@@ -68,7 +71,9 @@ class Recorder:
             }
         )
         flops = flops_of(sums.pop("tokens"), sums.pop("tokens_squared"))
-        return {"loss": loss, "wall_s": wall, **sums, "flops": flops, **self._packing_figures()}
+        ranks_cpu_s = gathered_from_ranks([cpu])
+        figures = {"loss": loss, "wall_s": wall, "ranks_cpu_s": ranks_cpu_s, **sums, "flops": flops}
+        return figures | self._packing_figures()
 
     def _sequence_lengths(self) -> list[int]:
         """Slots of each sequence that attention keeps apart. Dummies do no useful work, so they are left out."""
@@ -84,8 +89,23 @@ class Recorder:
         if self.packed_step is None:
             return {}
         figures = self.packed_step.figures
-        packs = gathered_from_ranks(self._packs())
-        return {"plan_ms": figures.plan_ms, "exchange_ms": figures.exchange_ms, "packs": packs}
+        return {
+            "plan_ms": figures.plan_ms,
+            "exchange_ms": figures.exchange_ms,
+            "step_imbalance": figures.step_imbalance,
+            "lockstep_imbalance": figures.lockstep_imbalance,
+            "packs": gathered_from_ranks(self._packs()),
+            "microbatches_cpu_s": gathered_from_ranks([self._microbatches_cpu_s()]),
+        }
+
+    def _microbatches_cpu_s(self) -> list[float]:
+        expected = self.packed_step.figures.microbatches + 1
+        if len(self.marks) != expected:
+            raise RuntimeError(
+                f"{len(self.marks)} marks of microbatches in a step; {expected} were expected. This Megatron finalizes "
+                "gradients elsewhere: mend record_microbatches."
+            )
+        return [end - start for start, end in pairwise(self.marks)]
 
 
 def summed_over_ranks(figures: dict[str, float]) -> dict[str, float]:
@@ -169,6 +189,26 @@ def record_packs(recorder: Recorder) -> None:
         return recorder.packed_step
 
     StepPacker.pack = pack
+
+
+def record_microbatches(recorder: Recorder) -> None:
+    """Note the CPU time at which this rank takes each pack, and at which it is done with the last one."""
+    from megatron.training import training
+
+    from megatron_packing.mcore.step import PackIterator
+
+    take, finalize = PackIterator.__next__, training.finalize_model_grads
+
+    def mark_and_take(self: Any) -> Any:
+        recorder.marks.append(time.process_time())
+        return take(self)
+
+    def mark_and_finalize(*args: Any, **keywords: Any) -> Any:
+        recorder.marks.append(time.process_time())
+        return finalize(*args, **keywords)
+
+    PackIterator.__next__ = mark_and_take
+    training.finalize_model_grads = mark_and_finalize
 
 
 def take_turns(recorder: Recorder, taker: TurnTaker | None) -> None:
@@ -264,6 +304,7 @@ def main() -> None:
     record_samples(recorder)
     record_slots(recorder, script)
     record_packs(recorder)
+    record_microbatches(recorder)
     if args.sort_microbatches:
         sort_microbatches(recorder)
     take_turns(recorder, TurnTaker.from_environment() if args.rank == 0 else None)

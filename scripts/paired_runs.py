@@ -4,7 +4,9 @@
 what turns reported, and the functions below it put two runs in relation. Needs the standard library only.
 """
 
+import json
 import os
+import random
 import shlex
 import statistics
 import sys
@@ -52,6 +54,10 @@ class Layout:
     name: str
     capacity: int | None = None
     """Tokens of a pack; None: not packed."""
+    scheduler: str = "first_fit"
+    """What makes the packs."""
+    balance: str = "auto"
+    """What the scheduler `balanced` keeps small."""
     stock_attention: bool = False
     """Megatron's own attention in place of ours; only for runs that do not pack."""
     sort: bool = False
@@ -62,6 +68,7 @@ class Layout:
         attention = "stock" if self.stock_attention else "sdpa"
         flags = ["--use-varlen-dataset", "--packing-overlong", "truncate", "--packing-attention", attention]
         if self.capacity is not None:
+            flags += ["--sequence-packing-scheduler", self.scheduler, "--packing-balance", self.balance]
             return [*flags, "--micro-batch-size", "1", "--max-seqlen-per-dp-cp-rank", str(self.capacity)]
         flags += ["--varlen-sbhd-validation", "--micro-batch-size", str(MICRO_BATCH_SIZE)]
         return [*flags, "--sort-microbatches"] if self.sort else flags
@@ -116,6 +123,30 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+# --- made-up samples --------------------------------------------------------------------------------------------------
+
+VOCAB_SIZE = 4096
+EOS = VOCAB_SIZE - 1
+
+
+def write_samples(path: Path, lengths: Sequence[int]) -> None:
+    """Write documents of these lengths: ids that rise by a step and wrap around, which a model can learn."""
+    rows = []
+    for number, length in enumerate(lengths):
+        draw = random.Random(number)
+        start, step = draw.randrange(EOS), draw.randint(1, 4)
+        ids = ((start + step * place) % EOS for place in range(length))  # the end-of-document id is added in training
+        rows.append(json.dumps({"text": " ".join(map(str, ids))}) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(rows), encoding="utf-8")
+
+
+def data_flags(path: Path) -> list[str]:
+    """Ids written as numbers, and the tokenizer that reads them so."""
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE)]
+    return ["--data-path", str(path), *tokenizer, "--null-tokenizer-eod-id", str(EOS)]
+
+
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
@@ -150,6 +181,12 @@ def median_ratio(over: Figures, under: Figures, name: str) -> float:
     """Median over iterations of a figure's ratio, the first left out; a disturbed iteration moves it little."""
     pairs = zip(over.after_first(name), under.after_first(name), strict=True)
     return statistics.median(a / b for a, b in pairs)
+
+
+def share_of_waiting(run: Figures) -> float:
+    """Planning and exchange, of the wall time of an iteration; the median, the first iteration left out."""
+    waits = zip(*(run.after_first(name) for name in ("plan_ms", "exchange_ms", "wall_s")), strict=True)
+    return statistics.median((plan + exchange) / (1000 * wall) for plan, exchange, wall in waits)
 
 
 def max_relative_difference(losses: Sequence[float], reference: Sequence[float]) -> float:

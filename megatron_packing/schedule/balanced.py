@@ -38,7 +38,7 @@ _RICHNESS = (1e9, 3.0, 2.0, 1.5)
 _GOOD_ENOUGH = 5e-4
 """Over a lower bound: where to stop looking."""
 _SWEEP_WORK = 1_000_000
-"""Samples x ranks that a sweep may look at, about 4 ms: large steps get fewer constructions, but all loosenesses."""
+"""Samples x ranks that a sweep may look at, 2 to 3 ms: large steps get fewer constructions, but all loosenesses."""
 _FIT_WORK = 20_000_000
 """Bins squared times placings that the search for a way into the fewest microbatches may take, about 20 ms; rarely
 needed at all."""
@@ -47,7 +47,7 @@ _FIT_TRIES = 20_000
 _SHARE_WORK = 20_000_000
 """Samples x bins up to which samples are shared out and traded. With more, the rows alone level the ranks."""
 _TRADE_TRIES = 1_000_000
-"""Pairs of samples that trading may look at, about 2 ms."""
+"""Pairs of samples that trading may look at, about 10 ms; few steps need more than a tenth of them."""
 _COST_BITS = 46
 """Costs are scaled to a total below 2**46: sums are exact, also as floats, and a looseness of 4 stays within int64."""
 

@@ -69,20 +69,23 @@ def fill_rows(
             ceiling = np.int64(min(fair, float(unpaid)))
             loose = True
         guard = ANY if last else richness
+        keys = paid if cheapest or last else room
+        order = np.arange(row * ranks, row * ranks + ranks)
         while i < len(tokens):
-            chosen, most_room, most_pay = _choose(
-                tokens[i], costs[i], row * ranks, ranks, room, paid, seats, ceiling, guard, cheapest or last
-            )
+            place = _first_that_takes(tokens[i], costs[i], order, room, paid, seats, ceiling, guard)
             start = i + 1
-            if chosen < 0:
+            if place < 0:
+                most_room, most_pay = _most_left(order, room, paid, seats, ceiling)
                 start = max(start, _first_at_most(tokens, most_room), _first_at_most(costs, most_pay))
             else:
+                chosen = order[place]
                 bin_of[i] = chosen
                 room[chosen] -= tokens[i]
                 paid[chosen] += costs[i]
                 seats[chosen] -= 1
                 unpaid -= costs[i]
                 waiting[i] = i + 1
+                _restore_order(order, keys, place)
             i = _first_waiting(waiting, start)
     if _first_waiting(waiting, 0) < len(tokens):
         return bin_of, -1, loose
@@ -112,35 +115,51 @@ def _first_at_most(descending: Int64Array, limit: int) -> int:
 
 
 @compiled
-def _choose(
+def _first_that_takes(
     tokens: int,
     cost: int,
-    first: int,
-    ranks: int,
+    order: Int64Array,
     room: Int64Array,
     paid: Int64Array,
     seats: Int64Array,
     ceiling: int,
     richness: float,
-    cheapest: bool,
-) -> tuple[int, int, int]:
-    """The bin of the row that takes this sample, or -1; and the most room and the most pay that any bin has left."""
-    chosen, most_room, most_pay = -1, 0, 0
-    for b in range(first, first + ranks):
-        if seats[b] == 0:
-            continue
+) -> int:
+    """The first place in `order` whose bin takes this sample, or -1."""
+    for place in range(len(order)):
+        b = order[place]
         pay = ceiling - paid[b]
-        most_room, most_pay = max(most_room, room[b]), max(most_pay, pay)
-        if tokens > room[b] or cost > pay:
+        if tokens > room[b] or cost > pay or seats[b] == 0:
             continue
         if richness < ANY and paid[b] and float(cost) * room[b] > richness * pay * tokens:
             continue
-        if chosen >= 0:
-            key, other = (paid[b], paid[chosen]) if cheapest else (room[b], room[chosen])
-            if key >= other:
-                continue
-        chosen = b
-    return chosen, most_room, most_pay
+        return place
+    return -1
+
+
+@compiled
+def _most_left(
+    order: Int64Array, room: Int64Array, paid: Int64Array, seats: Int64Array, ceiling: int
+) -> tuple[int, int]:
+    """The most room and the most pay that any bin of the row has left: longer or dearer samples find no place."""
+    most_room, most_pay = 0, 0
+    for b in order:
+        if seats[b]:
+            most_room, most_pay = max(most_room, room[b]), max(most_pay, ceiling - paid[b])
+    return most_room, most_pay
+
+
+@compiled
+def _restore_order(order: Int64Array, keys: Int64Array, place: int) -> None:
+    """Sort `order` by the bins' keys, ascending, then by their numbers, after one bin's key has changed."""
+    b = order[place]
+    while place + 1 < len(order) and (keys[b], b) > (keys[order[place + 1]], order[place + 1]):
+        order[place] = order[place + 1]
+        place += 1
+    while place > 0 and (keys[b], b) < (keys[order[place - 1]], order[place - 1]):
+        order[place] = order[place - 1]
+        place -= 1
+    order[place] = b
 
 
 @compiled

@@ -164,6 +164,7 @@ def trade(
         room[bin_of[i]] -= tokens[i]
         seats[bin_of[i]] -= 1
         paid[bin_of[i] // bins] += costs[i]
+    members, edges = _members(bin_of, ranks * bins)
     while tries > 0:
         dearest = int(np.argmax(paid))
         if paid[dearest] <= goal:
@@ -173,7 +174,6 @@ def trade(
             gap = paid[dearest] - paid[rank]
             if gap <= 0 or paid[dearest] <= goal or tries <= 0:
                 break
-            members, edges = _members(bin_of, ranks * bins)
             gives, gets, also, away, looked_at = _best_trade(
                 tokens, costs, members, edges, dearest * bins, rank * bins, bins, room, seats, gap, tries
             )
@@ -189,6 +189,7 @@ def trade(
                         room[b] += sign * tokens[sample]
                         seats[b] += sign
                         paid[b // bins] -= sign * costs[sample]
+            members, edges = _members(bin_of, ranks * bins)
         if not traded:
             break
     return int(paid.max())
@@ -231,21 +232,26 @@ def _best_trade(
     """
     gives, gets, also, away, looked_at, best = -1, -1, -1, -1, 0, gap
     for home in range(first_here, first_here + bins):
-        for x in range(edges[home], edges[home + 1]):
-            i = members[x]
-            if looked_at >= tries:
-                break
-            for b in range(first_there, first_there + bins):
+        for b in range(first_there, first_there + bins):
+            first, end = edges[b], edges[b + 1]
+            for x in range(edges[home], edges[home + 1]):
+                i = members[x]
+                # A trade is better than the best if it moves more cost than gap - best and less than best.
+                if looked_at >= tries or costs[i] <= gap - best:
+                    break
+                looked_at += 1
                 after = max(gap - costs[i], costs[i])
                 if after < best and seats[b] and tokens[i] <= room[b] and edges[home + 1] - edges[home] > 1:
                     gives, gets, also, away, best = i, -1, -1, b, after
-                shortest = edges[b + 1] - 1
-                for y in range(edges[b], edges[b + 1]):
+                while first < end and costs[i] - costs[members[first]] <= gap - best:
+                    first += 1
+                shortest = end - 1
+                for y in range(first, end):
                     k = members[y]
-                    if costs[k] >= costs[i]:
-                        continue
-                    looked_at += 1
                     moves, short = costs[i] - costs[k], tokens[i] - tokens[k] - room[b]
+                    if moves - costs[k] >= best:
+                        break
+                    looked_at += 1
                     after = max(gap - moves, moves)
                     if after < best and short <= 0:
                         gives, gets, also, away, best = i, k, -1, b, after
