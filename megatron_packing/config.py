@@ -17,7 +17,9 @@ TRAIN_ON = ("all-assistant", "last-assistant")
 """Every assistant turn is learned, or the last one only."""
 CHAT_FORMATS = ("auto", "megatron", "template", "plain", "bare")
 BAD_ROW_POLICIES = ("error", "skip")
-ATTENTION_BACKENDS = ("auto", "te", "sdpa", "stock")
+OUR_KERNELS = ("sdpa", "varlen", "flash")
+"""What may compute our own attention."""
+ATTENTION_BACKENDS = ("auto", "te", *OUR_KERNELS, "stock")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +59,10 @@ class PackingConfig:
     bad_rows: str = "error"
     """What happens to a row that cannot become a sample: `error` stops, `skip` counts and goes on."""
     attention: Literal["te", "sdpa", "stock", "spec"] = "sdpa"
-    """The core attention of the run: Transformer Engine's, ours, Megatron's own, or that of the user's --spec, which is
-    looked at once the model is built."""
+    """The core attention of the run: Transformer Engine's, ours (sdpa), Megatron's own, or that of the user's --spec,
+    which is looked at once the model is built."""
+    kernel: Literal["auto", "sdpa", "varlen", "flash"] = "auto"
+    """What computes our own attention; `auto`: what the device and its type allow."""
     chat_format: str = "auto"
     """How conversations become tokens."""
     train_on: str = "all-assistant"

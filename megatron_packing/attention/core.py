@@ -1,4 +1,5 @@
-"""How is attention computed without Transformer Engine? One SDPA call a sample, on views of the pack.
+"""How is attention computed without Transformer Engine? By one call of a kernel that takes boundaries, on CUDA
+(`dispatch` says when), else by one SDPA call a sample, on views of the pack.
 
 `split` and not slices: the backward of q[a:b] fills a pack-sized tensor with zeros and adds it, which
 makes long packs quadratic; the backward of `split` is one concatenation. Cost: sum of s^2, and some
@@ -12,6 +13,67 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron_packing.attention.dispatch import Kernel, kernel_function
+
+
+def varlen_attention(
+    q_TNH: Tensor,
+    k_TGH: Tensor,
+    v_TGH: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_seqlen: int,
+    kernel: Kernel,
+    scale: float,
+    causal: bool = True,
+    dropout: float = 0.0,
+) -> Tensor:
+    """`packed_attention` by a kernel that takes the boundaries. Nothing here waits for the device.
+
+    Args:
+        q_TNH: [T, N, H], half precision, on CUDA.
+        k_TGH: [T, G, H].
+        v_TGH: [T, G, H].
+        cu_seqlens: int32 [S + 1], boundaries in rows from 0 to T; equal neighbours are a sample without rows.
+        max_seqlen: rows of the longest sample, or more.
+        kernel: varlen or flash.
+        scale: factor of the scores.
+        causal: whether a row sees only itself and earlier rows of its sample.
+        dropout: probability of dropping an attention weight; 0 for varlen.
+
+    Returns:
+        [T, N, H].
+    """
+    attend = kernel_function(kernel.name)
+    if kernel.name == "varlen":
+        assert dropout == 0.0, "the kernel has no dropout; choose_kernel takes another where there is some"
+        return attend(  # type: ignore[no-any-return]
+            q_TNH,
+            k_TGH,
+            v_TGH,
+            cu_seq_q=cu_seqlens,
+            cu_seq_k=cu_seqlens,
+            max_q=max_seqlen,
+            max_k=max_seqlen,
+            scale=scale,
+            window_size=(-1, 0) if causal else (-1, -1),
+            enable_gqa=q_TNH.shape[1] != k_TGH.shape[1],
+        )
+    return attend(  # type: ignore[no-any-return]
+        q_TNH,
+        k_TGH,
+        v_TGH,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+        dropout_p=dropout,
+        softmax_scale=scale,
+        causal=causal,
+        # Its backward adds in any order unless told otherwise; torch's kernel asks torch itself.
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def packed_attention(

@@ -13,6 +13,7 @@ from megatron_packing.config import (
     ATTENTION_BACKENDS,
     BAD_ROW_POLICIES,
     CHAT_FORMATS,
+    OUR_KERNELS,
     OVERLONG_POLICIES,
     TRAIN_ON,
     PackingConfig,
@@ -190,7 +191,8 @@ def _add_packing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--packing-attention",
         choices=ATTENTION_BACKENDS,
         default="auto",
-        help="core attention; auto: te with --transformer-impl transformer_engine, else sdpa (ours)",
+        help="core attention; auto: te with --transformer-impl transformer_engine, else ours, by the first of varlen "
+        "(torch's kernel), flash (FlashAttention) and sdpa that the device allows",
     )
     add("--packing-log-interval", type=int, default=1, help="steps between two lines of packing figures")
     add(
@@ -280,6 +282,7 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         overlong=args.packing_overlong,
         bad_rows=args.packing_bad_rows,
         attention=attention,  # type: ignore[arg-type]
+        kernel=args.packing_attention if args.packing_attention in OUR_KERNELS else "auto",
         chat_format=args.packing_chat_format,
         train_on=args.packing_train_on,
         schema=args.packing_schema,
@@ -315,7 +318,7 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
         said.append(f"core attention: that of --spec {' '.join(args.spec)}")
     if config.attention == "sdpa":
         args.spec = list(LOCAL_SPEC)
-        said.append("core attention: ours (sdpa), within each sample's boundaries")
+        said.append("core attention: ours, within each sample's boundaries")
     if config.packed:
         said.append(
             f"scheduler {config.scheduler}, capacity {config.capacity} tokens = {config.max_tokens_per_rank} per rank "
@@ -455,16 +458,16 @@ def _attention(args: argparse.Namespace, *, packed: bool) -> str:
         raise ConfigError(
             "--packing-attention te with --transformer-impl local. Use --transformer-impl transformer_engine."
         )
-    if wanted in ("sdpa", "stock") and not local:
+    if wanted in (*OUR_KERNELS, "stock") and not local:
         raise ConfigError(
             f"--packing-attention {wanted} with --transformer-impl {args.transformer_impl}. Use "
             "--transformer-impl local."
         )
-    if wanted == "sdpa" and args.spec is not None:
+    if wanted in OUR_KERNELS and args.spec is not None:
         raise ConfigError(
-            f"--spec {' '.join(args.spec)} with --packing-attention sdpa: two layer specs. Drop one of them."
+            f"--spec {' '.join(args.spec)} with --packing-attention {wanted}: two layer specs. Drop one of them."
         )
-    return str(wanted)
+    return "sdpa" if wanted in OUR_KERNELS else str(wanted)
 
 
 def _check_order(args: argparse.Namespace) -> None:

@@ -20,7 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor, nn
 
-from megatron_packing.attention.core import batched_attention, packed_attention, sharded_attention
+from megatron_packing.attention.core import batched_attention, packed_attention, sharded_attention, varlen_attention
+from megatron_packing.attention.dispatch import Kernel, choose_kernel
 from megatron_packing.comm.gather import all_gather_rows_of_cp
 from megatron_packing.errors import ConfigError, PackingError
 from megatron_packing.thd.layout import order_of_gathered_rows
@@ -29,14 +30,21 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 def local_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
-    """The default layer spec of Megatron's local implementation, with our core attention in its place."""
+    """The default layer spec of Megatron's local implementation, with our core attention in its place.
+
+    The kernel is the one that --packing-attention names, where the run has our flags.
+    """
     from megatron.training.models.gpt import default_layer_spec
 
+    from megatron_packing.mcore.hooks import active_config
+
+    settings = active_config()
+    kernel = "auto" if settings is None else settings.kernel
     spec = default_layer_spec(model_config, vp_stage)
     for layer in getattr(spec, "layer_specs", None) or [spec]:  # a block of layers (MoE), or one for all
         self_attention = layer.submodules.self_attention
         submodules = getattr(self_attention, "submodules", None) or self_attention.keywords["submodules"]
-        submodules.core_attention = PackedDotProductAttention
+        submodules.core_attention = functools.partial(PackedDotProductAttention, kernel=kernel)
     return spec
 
 
@@ -45,6 +53,9 @@ class PackedDotProductAttention(MegatronModule):
 
     Takes the place of Megatron's `DotProductAttention`. Without packed parameters it computes ordinary
     causal attention on [s, b, heads, dim], so that a padded baseline can run on the same kernel.
+
+    Args:
+        kernel: of `attention.dispatch.KERNELS`; what computes packs.
 
     Raises:
         ConfigError: the model wants a kind of attention that this one does not compute.
@@ -60,9 +71,11 @@ class PackedDotProductAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        kernel: str = "auto",
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
+        self.kernel = kernel
         if attention_type != "self":
             raise ConfigError(f"packing's attention is for self-attention; the model asks for {attention_type!r}.")
         if pg_collection is None:
@@ -111,14 +124,18 @@ class PackedDotProductAttention(MegatronModule):
         boundaries = packed_seq_params.cu_seqlens_q_padded
         if boundaries is None:
             boundaries = packed_seq_params.cu_seqlens_q
-        lengths = boundaries.diff().tolist()
         settings = {"scale": self.scale, "causal": causal, "dropout": dropout}
         group = group_that_shares(packed_seq_params, self.cp_group)
+        kernel = choose_kernel(query, wanted=self.kernel, dropout=dropout, cp_size=group.size())
+        _say_once(kernel)
         with self._random_state(dropout):
-            if group.size() == 1:
-                out = packed_attention(query, key, value, lengths, **settings)
+            if kernel.takes_boundaries:
+                settings |= {"max_seqlen": packed_seq_params.max_seqlen_q, "kernel": kernel}
+                out = varlen_attention(query, key, value, boundaries, **settings)
+            elif group.size() == 1:
+                out = packed_attention(query, key, value, _lengths(boundaries), **settings)
             else:
-                out = self._over_context_parallel_ranks(query, key, value, lengths, group, settings)
+                out = self._over_context_parallel_ranks(query, key, value, boundaries, group, settings)
         return out.reshape(out.shape[0], self.hidden_per_rank)
 
     def _over_context_parallel_ranks(
@@ -126,11 +143,12 @@ class PackedDotProductAttention(MegatronModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        lengths: list[int],
+        boundaries: Tensor,
         group: torch.distributed.ProcessGroup,
         settings: dict[str, Any],
     ) -> Tensor:
         """Gather every rank's keys and values, put them in the pack's order, and look at them from this rank's rows."""
+        lengths = _lengths(boundaries)
         order = order_of_gathered_rows(tuple(lengths), group.size()).to(query.device)
         gathered = all_gather_rows_of_cp(torch.stack([key, value], dim=1), group).index_select(0, order)
         keys, values = gathered.unbind(dim=1)
@@ -142,6 +160,18 @@ class PackedDotProductAttention(MegatronModule):
         if dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         return tensor_parallel.get_cuda_rng_tracker().fork()
+
+
+def _lengths(boundaries: Tensor) -> list[int]:
+    """Rows of each sample that has some. Waits for the device."""
+    return [rows for rows in boundaries.diff().tolist() if rows]
+
+
+@functools.cache
+def _say_once(kernel: Kernel) -> None:
+    from megatron.training.utils import print_rank_0
+
+    print_rank_0(f"megatron_packing: our attention runs by {kernel.name} ({kernel.why})")
 
 
 def group_that_shares(
