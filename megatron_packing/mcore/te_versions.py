@@ -5,8 +5,10 @@ run in the tests. Loads neither torch nor Megatron. A version is compared by its
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
 from megatron_packing.errors import ConfigError, MissingDependency
 
@@ -104,6 +106,29 @@ class Asked:
     """A softmax other than the plain one."""
     largest_logit: bool = False
     """Whether its largest logit is reported."""
+
+
+def asked_of(settings: Any, *, cp_comm_types: Sequence[str], query_groups: int | None) -> Asked:
+    """What Megatron's arguments, or a model's `TransformerConfig`, ask: both call it the same.
+
+    Args:
+        settings: either of them.
+        cp_comm_types: of its layers.
+        query_groups: key and value heads; None: as many as query heads.
+    """
+    tp = settings.tensor_model_parallel_size
+    heads = settings.num_attention_heads or tp
+    return Asked(
+        cp=settings.context_parallel_size,
+        cp_comm_types=tuple(cp_comm_types),
+        hierarchy=tuple(settings.hierarchical_context_parallel_sizes or ()),
+        heads=heads // tp,
+        groups=max(1, (query_groups or heads) // tp),
+        half_precision=bool(settings.bf16 or settings.fp16),
+        window=settings.window_size is not None,
+        sinks=settings.softmax_type != "vanilla",
+        largest_logit=bool(settings.qk_clip or settings.log_max_attention_logit),
+    )
 
 
 def release(version: str) -> tuple[int, int]:
