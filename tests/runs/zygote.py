@@ -43,6 +43,7 @@ def main() -> None:
         request = pickle.loads(bytes.fromhex(line))
         pids = [_fork_rank(request, rank) for rank in range(request.ranks)]
         answers.write(json.dumps(_wait(pids, request.seconds)) + "\n")
+    os._exit(0)  # taking Python and all of Megatron down in order takes seconds
 
 
 def _fork_rank(request: Request, rank: int) -> int:
