@@ -486,8 +486,8 @@ def check_megatron_flags(
         # A setting that this version of Megatron does not know cannot be wrong.
         if rule.setting in flags and rule.refused(flags[rule.setting]):
             raise ConfigError(rule.message.format(value=flags[rule.setting]))
-    if packed and attention == "sdpa" and str(flags.get("attention_backend")) in ("AttnBackend.local", "local"):
+    if packed and attention in ("sdpa", "te") and str(flags.get("attention_backend")) in ("AttnBackend.local", "local"):
         raise ConfigError(
-            "--attention-backend local: puts Megatron's own attention, which cannot honour boundaries, in the place of "
-            "ours. Drop the flag."
+            "--attention-backend local: puts Megatron's own attention in the place of the one that honours boundaries. "
+            "Drop the flag."
         )

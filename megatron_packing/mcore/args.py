@@ -20,7 +20,8 @@ from megatron_packing.config import (
     check_megatron_flags,
     samples_kept_together,
 )
-from megatron_packing.errors import ConfigError
+from megatron_packing.errors import ConfigError, MissingDependency
+from megatron_packing.mcore import te_versions
 from megatron_packing.schedule import BALANCES, CHOOSES_GROUPS, GroupSizes, check_scheduler, check_trainable, objective
 from megatron_packing.topology import Topology
 
@@ -31,6 +32,7 @@ DYNAMIC_SCHEDULER = "dynamic_cp"
 DATA_GROUP = "data for sequence packing (megatron_packing)"
 PACKING_GROUP = "sequence packing (megatron_packing)"
 LOCAL_SPEC = ["megatron_packing.mcore.attention_spec", "local_layer_spec"]
+LOCAL_SPEC_TE = ["megatron_packing.mcore.attention_spec", "local_layer_spec_te"]
 
 
 def add_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -319,6 +321,9 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
     if config.attention == "sdpa":
         args.spec = list(LOCAL_SPEC)
         said.append("core attention: ours, within each sample's boundaries")
+    if config.attention == "te" and args.transformer_impl == "local":
+        args.spec = list(LOCAL_SPEC_TE)
+        said.append("core attention: Transformer Engine's, in layers that are Megatron's own otherwise")
     if config.packed:
         said.append(
             f"scheduler {config.scheduler}, capacity {config.capacity} tokens = {config.max_tokens_per_rank} per rank "
@@ -348,6 +353,39 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
 
 
 _MEANING = {"step": "over the whole step (step)", "lockstep": "in each microbatch (lockstep)"}
+
+
+def check_transformer_engine(config: PackingConfig, args: argparse.Namespace, *, dry_run: bool) -> list[str]:
+    """Refuse what the installed Transformer Engine cannot do, before anything is built; returns what is worth a line.
+
+    Args:
+        dry_run: without Transformer Engine the flags are checked as far as they can be.
+
+    Raises:
+        MissingDependency: the run needs Transformer Engine, and there is none that Megatron can load.
+        ConfigError: see `te_versions.check`.
+    """
+    if config.attention != "te" or not config.packed:
+        return []
+    version = te_versions.installed()
+    if version is None and dry_run:
+        return ["Transformer Engine is not installed here, so that what its version can do was not checked"]
+    groups = args.num_query_groups if args.group_query_attention else None
+    asked = te_versions.asked_of(args, cp_comm_types=args.cp_comm_type, query_groups=groups)
+    te_versions.check(version, asked)
+    if not dry_run:
+        _check_that_megatron_has_it(version)
+    return [f"Transformer Engine {version}: core attention takes packed samples"]
+
+
+def _check_that_megatron_has_it(version: str | None) -> None:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if not HAVE_TE:
+        raise MissingDependency(
+            f"Transformer Engine {version} is installed, but Megatron could not import it. Try `python -c 'import "
+            f"transformer_engine.pytorch'`, and install '{te_versions.INSTALL}' anew."
+        )
 
 
 def topology_of(args: argparse.Namespace, world: int | None = None) -> Topology:
@@ -454,16 +492,12 @@ def _attention(args: argparse.Namespace, *, packed: bool) -> str:
     if wanted == "auto":
         # The reference run keeps Megatron's own attention: it is what packed runs are compared with.
         return ("sdpa" if packed else "stock") if local else "te"
-    if wanted == "te" and local:
-        raise ConfigError(
-            "--packing-attention te with --transformer-impl local. Use --transformer-impl transformer_engine."
-        )
     if wanted in (*OUR_KERNELS, "stock") and not local:
         raise ConfigError(
             f"--packing-attention {wanted} with --transformer-impl {args.transformer_impl}. Use "
             "--transformer-impl local."
         )
-    if wanted in OUR_KERNELS and args.spec is not None:
+    if local and wanted in (*OUR_KERNELS, "te") and args.spec is not None:
         raise ConfigError(
             f"--spec {' '.join(args.spec)} with --packing-attention {wanted}: two layer specs. Drop one of them."
         )

@@ -1,13 +1,14 @@
-"""How does our attention get into a local Megatron model? As the `core_attention` of the stock layer spec.
+"""How does an attention that honours boundaries get into a local Megatron model? As `core_attention` of the stock spec.
 
-`--spec megatron_packing.mcore.attention_spec local_layer_spec` is set by the launcher for
-`--transformer-impl local`; Transformer Engine's layer spec is left untouched.
+`--spec megatron_packing.mcore.attention_spec local_layer_spec` is set by the launcher for `--transformer-impl local`
+(`local_layer_spec_te` with `--packing-attention te`); Transformer Engine's own layer spec is left untouched.
 """
 
 import contextlib
 import copy
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from megatron_packing.attention.core import batched_attention, packed_attention,
 from megatron_packing.attention.dispatch import Kernel, choose_kernel
 from megatron_packing.comm.gather import all_gather_rows_of_cp
 from megatron_packing.errors import ConfigError, PackingError
+from megatron_packing.mcore import te_versions
 from megatron_packing.thd.layout import order_of_gathered_rows
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -34,17 +36,28 @@ def local_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
 
     The kernel is the one that --packing-attention names, where the run has our flags.
     """
-    from megatron.training.models.gpt import default_layer_spec
-
     from megatron_packing.mcore.hooks import active_config
 
     settings = active_config()
     kernel = "auto" if settings is None else settings.kernel
+    return _default_spec_with(functools.partial(PackedDotProductAttention, kernel=kernel), model_config, vp_stage)
+
+
+def local_layer_spec_te(model_config: Any, vp_stage: int | None = None) -> Any:
+    """The same with Transformer Engine's core attention; linears and norms stay Megatron's."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return _default_spec_with(TEDotProductAttention, model_config, vp_stage)
+
+
+def _default_spec_with(core_attention: Callable[..., nn.Module], model_config: Any, vp_stage: int | None) -> Any:
+    from megatron.training.models.gpt import default_layer_spec
+
     spec = default_layer_spec(model_config, vp_stage)
     for layer in getattr(spec, "layer_specs", None) or [spec]:  # a block of layers (MoE), or one for all
         self_attention = layer.submodules.self_attention
         submodules = getattr(self_attention, "submodules", None) or self_attention.keywords["submodules"]
-        submodules.core_attention = functools.partial(PackedDotProductAttention, kernel=kernel)
+        submodules.core_attention = core_attention
     return spec
 
 
@@ -204,11 +217,18 @@ def check_attention_honours_boundaries(chunk: nn.Module) -> None:
     """Refuse a model chunk in which some attention would look across samples.
 
     Raises:
-        ConfigError: a core attention is Megatron's local `DotProductAttention`.
+        ConfigError: a core attention is Megatron's local `DotProductAttention`, or a Transformer Engine's that cannot
+            do with packed samples what the model asks of it.
     """
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     for name, module in chunk.named_modules():
+        if HAVE_TE and isinstance(module, TEDotProductAttention):
+            kind = module.cp_comm_type or "p2p"
+            groups = module.config.num_query_groups
+            asked = te_versions.asked_of(module.config, cp_comm_types=[kind], query_groups=groups)
+            te_versions.check(te_versions.installed(), asked)
         if isinstance(module, DotProductAttention):
             raise ConfigError(
                 f"{name} is {type(module).__name__}, which cannot honour the boundaries between samples. Leave --spec "

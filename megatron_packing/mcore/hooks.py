@@ -107,7 +107,8 @@ def _configure(parsed: argparse.Namespace) -> None:
     if packing_args.wants_packing(parsed):
         _config = packing_args.resolve(parsed)
         check_tracker(parsed.load)
-        for line in packing_args.apply(_config, parsed):
+        said = packing_args.check_transformer_engine(_config, parsed, dry_run=_dry_run)
+        for line in said + packing_args.apply(_config, parsed):
             if parsed.rank == 0:
                 print(f"megatron_packing: {line}", flush=True)
 

@@ -82,10 +82,16 @@ class Run:
 
 
 class Runner:
-    """Starts runs and remembers them: a reference run serves every test that compares with it."""
+    """Starts runs and remembers them: a reference run serves every test that compares with it.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: where runs leave their logs and records.
+        preload: the module whose import brings all that a run needs into memory.
+    """
+
+    def __init__(self, folder: Path, preload: str = "tests.runs.preload") -> None:
         self._folder = folder
+        self._preload = preload
         self._count = 0
         self._zygote: subprocess.Popen[str] | None = None
         self._cached = functools.cache(self._train)
@@ -128,7 +134,7 @@ class Runner:
     def _ask(self, request: Request) -> list[int]:
         if self._zygote is None:
             self._zygote = subprocess.Popen(
-                [sys.executable, "-m", "tests.runs.zygote"],
+                [sys.executable, "-m", "tests.runs.zygote", self._preload],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

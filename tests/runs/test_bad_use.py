@@ -36,6 +36,7 @@ FLAGS = {
     "yarn": (f"{PACKED} --position-embedding-type yarn", ["--position-embedding-type yarn"]),
     "stock attention": (f"{PACKED} --packing-attention stock", ["--packing-attention stock", "boundaries"]),
     "local attention backend": (f"{PACKED} --attention-backend local", ["--attention-backend local"]),
+    "no Transformer Engine": (f"{PACKED} --packing-attention te", ["not installed", "transformer-engine[pytorch]"]),
     "no dataset": ("--sequence-packing-scheduler first_fit", ["--use-varlen-dataset", "--sft"]),
     "reference with a scheduler": (f"{PADDED} --sequence-packing-scheduler first_fit", ["--varlen-sbhd-validation"]),
     "two datasets": (f"{PACKED} --sft", ["--use-varlen-dataset", "--sft"]),

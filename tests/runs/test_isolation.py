@@ -6,11 +6,11 @@ import torch
 from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, share_of_rank
 from tests import tolerances
 from tests.runs.harness import Runner
+from tests.runs.toy_model import VOCAB, hooked, random_samples, toy_gpt
 
 pytestmark = pytest.mark.run
 
 LENGTHS = (5, 4, 11, 1, 7)
-VOCAB = 64
 
 
 @pytest.mark.parametrize("positions", ["rope", "learned_absolute", "none"])
@@ -33,59 +33,6 @@ def test_wrong_boundaries_are_seen(runner: Runner) -> None:
     runner.call(_wrong_boundaries_leak)
 
 
-def _model(positions: str) -> torch.nn.Module:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_packing.mcore.attention_spec import PackedDotProductAttention
-
-    model_parallel_cuda_manual_seed(5)
-    torch.manual_seed(5)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=2,
-        use_cpu_initialization=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        init_method_std=0.3,  # far from 0, or every sample would get the same logits
-        gradient_accumulation_fusion=False,
-    )
-    spec = get_gpt_layer_local_spec(normalization="LayerNorm")
-    spec.submodules.self_attention.submodules.core_attention = PackedDotProductAttention
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=VOCAB,
-        max_sequence_length=32,
-        position_embedding_type=positions,
-    )
-
-
-def _hooked(model: torch.nn.Module) -> torch.nn.Module:
-    """The model as a packed run prepares it; `model.current.share` is the pack."""
-    from megatron_packing.mcore.step import CurrentMicrobatch, prepare_chunk
-
-    model.current = CurrentMicrobatch()
-    prepare_chunk(model, model.current)
-    return model
-
-
-def _samples(seed: int = 1) -> list[SampleTensors]:
-    rng = torch.Generator().manual_seed(seed)
-    return [
-        SampleTensors(
-            tokens_L=torch.randint(VOCAB, (n,), generator=rng),
-            labels_L=torch.randint(VOCAB, (n,), generator=rng),
-            loss_mask_L=torch.ones(n),
-        )
-        for n in LENGTHS
-    ]
-
-
 def _logits(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
     """[T, vocabulary] of one pack."""
     model.current.share = share_of_rank(batch, cp_size=1, cp_rank=0)
@@ -98,7 +45,7 @@ def _losses(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
 
 
 def _equals_alone(positions: str) -> None:
-    model, samples = _hooked(_model(positions)), _samples()
+    model, samples = hooked(toy_gpt(positions=positions)), random_samples(LENGTHS)
     packed = build_pack(samples, alignment=1)
     logits = _logits(model, packed).split(LENGTHS)
     _losses(model, packed).sum().backward()
@@ -129,7 +76,7 @@ def _equals_alone_none() -> None:
 
 
 def _changing_one_changes_only_one() -> None:
-    model, samples = _hooked(_model("rope")), _samples()
+    model, samples = hooked(toy_gpt(positions="rope")), random_samples(LENGTHS)
     changed = [*samples]
     changed[1] = SampleTensors(
         tokens_L=(samples[1].tokens_L + 1) % VOCAB, labels_L=samples[1].labels_L, loss_mask_L=samples[1].loss_mask_L
@@ -152,13 +99,13 @@ def _changing_one_changes_only_one() -> None:
 def _positions_restart() -> None:
     from megatron_packing.mcore.attention_spec import PackedDotProductAttention
 
-    samples = _samples()
+    samples = random_samples(LENGTHS)
     repeated = SampleTensors(
         tokens_L=samples[0].tokens_L, labels_L=samples[0].labels_L, loss_mask_L=samples[0].loss_mask_L
     )
     batch = build_pack([samples[0], samples[2], repeated], alignment=1)
     assert batch.position_ids_T.tolist() == [*range(5), *range(11), *range(5)]
-    model = _hooked(_model("rope"))
+    model = hooked(toy_gpt(positions="rope"))
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     core = next(module for module in model.modules() if isinstance(module, PackedDotProductAttention))
     core.register_forward_pre_hook(lambda module, args: seen.append(args[:2]))
@@ -167,7 +114,7 @@ def _positions_restart() -> None:
         first, _, again = rotated.split([5, 11, 5])
         assert torch.equal(first, again)
         assert not torch.equal(first[0], first[1])
-    learned = _hooked(_model("learned_absolute"))
+    learned = hooked(toy_gpt(positions="learned_absolute"))
     embedded: list[torch.Tensor] = []
     learned.embedding.register_forward_hook(lambda module, args, out: embedded.append(out))
     _logits(learned, batch)
@@ -178,7 +125,7 @@ def _positions_restart() -> None:
 def _wrong_boundaries_leak() -> None:
     from dataclasses import replace
 
-    model, samples = _hooked(_model("rope")), _samples()[:2]
+    model, samples = hooked(toy_gpt(positions="rope")), random_samples(LENGTHS)[:2]
     batch = build_pack(samples, alignment=1)
     moved = torch.tensor([0, 4, 9], dtype=torch.int32)  # the samples have 5 and 4 tokens
     wrong = replace(batch, cu_seqlens=moved, cu_seqlens_padded=moved, max_seqlen=5)

@@ -8,8 +8,9 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_packing.config import CHAT_FORMATS, OVERLONG_POLICIES, TRAIN_ON, PackingConfig
 from megatron_packing.data import chat, encode
-from megatron_packing.errors import ConfigError
+from megatron_packing.errors import ConfigError, MissingDependency
 from megatron_packing.mcore import args as packing_args
+from megatron_packing.mcore import te_versions
 
 LOCAL = "--transformer-impl local --seq-length 64"
 TE = "--transformer-impl transformer_engine --seq-length 64"
@@ -40,6 +41,8 @@ def test_local_layers_get_our_attention_and_transformer_engines_spec_is_untouche
     assert (config.attention, parsed.spec) == ("sdpa", packing_args.LOCAL_SPEC)
     config, parsed = _settled(parser, f"{TE} --use-varlen-dataset")
     assert (config.attention, parsed.spec) == ("te", None)
+    config, parsed = _settled(parser, f"{LOCAL} --use-varlen-dataset --packing-attention te --window-size 7,0")
+    assert (config.attention, parsed.spec) == ("te", packing_args.LOCAL_SPEC_TE)
 
 
 def test_reference_run_keeps_stock_attention_unless_told_otherwise(parser: argparse.ArgumentParser) -> None:
@@ -101,12 +104,9 @@ def test_world_size_gives_data_parallelism(parser: argparse.ArgumentParser, monk
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (
-            f"{LOCAL} --use-varlen-dataset --packing-attention te",
-            "--packing-attention te with --transformer-impl local",
-        ),
         (f"{TE} --use-varlen-dataset --packing-attention sdpa", "--packing-attention sdpa with --transformer-impl"),
-        (f"{LOCAL} --use-varlen-dataset --packing-attention sdpa --spec a b", "two layer specs"),
+        (f"{LOCAL} --use-varlen-dataset --packing-attention sdpa --spec a b", "attention sdpa: two layer specs"),
+        (f"{LOCAL} --use-varlen-dataset --packing-attention te --spec a b", "attention te: two layer specs"),
         (f"{LOCAL} --use-varlen-dataset --packing-shuffle --dataloader-type cyclic", "two shuffles"),
         ("--transformer-impl local --use-varlen-dataset", "--seq-length is missing"),
         (
@@ -211,3 +211,81 @@ def test_what_balanced_keeps_small_follows_the_layout_unless_told(
         config = packing_args.resolve(parsed)
         assert config.balance == balance
         assert any(line.endswith(said) for line in packing_args.apply(config, parsed))
+
+
+SHARED = f"{TE} --use-varlen-dataset --bf16 --num-attention-heads 8 --group-query-attention --num-query-groups 2"
+
+
+def _te_check(
+    parser: argparse.ArgumentParser,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str,
+    version: str | None,
+    *,
+    dry_run: bool = True,
+) -> list[str]:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(te_versions, "installed", lambda: version)
+    parsed = parser.parse_args(flags.split())
+    return packing_args.check_transformer_engine(packing_args.resolve(parsed), parsed, dry_run=dry_run)
+
+
+@pytest.mark.parametrize(
+    ("flags", "version", "words"),
+    [
+        ("", "1.9.0", "Transformer Engine 1.9.0: packing needs 1.10 or newer for padded boundaries"),
+        ("", "2.1.0", "Transformer Engine 2.1.0: packing needs 2.2 or newer"),
+        ("--softmax-type learnable", "2.11.0", "2.12 or newer for attention sinks"),
+        ("--context-parallel-size 2 --cp-comm-type all_gather", "2.17.1", "--cp-comm-type all_gather with .* 2.17.1"),
+        ("--context-parallel-size 2 --window-size 7,0", "2.20.2", "--window-size with --cp-comm-type p2p"),
+        ("--context-parallel-size 4 --cp-comm-type a2a", "2.20.2", "8 query and 2 key heads .* over 4"),
+        (
+            "--context-parallel-size 2 --tensor-model-parallel-size 2 --cp-comm-type a2a",
+            "2.20.2",
+            "4 query and 1 key heads",
+        ),
+        (
+            "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 1",
+            "2.20.2",
+            "over 4 context-parallel ranks",
+        ),
+    ],
+)
+def test_what_the_installed_transformer_engine_cannot_do_is_refused_at_start_up(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, flags: str, version: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        _te_check(parser, monkeypatch, f"{SHARED} {flags}", version)
+
+
+def test_fp32_has_no_context_parallelism_in_transformer_engine(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="--context-parallel-size 2 in fp32"):
+        _te_check(parser, monkeypatch, f"{SHARED} --context-parallel-size 2".replace("--bf16", ""), "2.20.2")
+
+
+def test_what_it_can_do_passes_and_is_said(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{SHARED} --context-parallel-size 2 --cp-comm-type a2a --window-size 7,0 --softmax-type learnable"
+    (said,) = _te_check(parser, monkeypatch, flags, "2.17.1")
+    assert said.startswith("Transformer Engine 2.17.1")
+
+
+def test_without_transformer_engine_only_a_dry_run_goes_on(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (said,) = _te_check(parser, monkeypatch, SHARED, None)
+    assert "not installed here" in said
+    with pytest.raises(MissingDependency, match="not installed"):
+        _te_check(parser, monkeypatch, SHARED, None, dry_run=False)
+    # One that its package names, and Megatron cannot load: this environment's.
+    with pytest.raises(MissingDependency, match="Megatron could not import it"):
+        _te_check(parser, monkeypatch, SHARED, "2.20.2", dry_run=False)
+
+
+def test_runs_that_do_not_use_it_ask_nothing_of_it(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _te_check(parser, monkeypatch, f"{LOCAL} --use-varlen-dataset", None, dry_run=False) == []
+    reference = f"{TE} --use-varlen-dataset --varlen-sbhd-validation"
+    assert _te_check(parser, monkeypatch, reference, "1.9.0", dry_run=False) == []
