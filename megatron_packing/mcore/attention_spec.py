@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,10 +35,15 @@ def local_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
 
     spec = default_layer_spec(model_config, vp_stage)
     for layer in getattr(spec, "layer_specs", None) or [spec]:  # a block of layers (MoE), or one for all
-        self_attention = layer.submodules.self_attention
-        submodules = getattr(self_attention, "submodules", None) or self_attention.keywords["submodules"]
-        submodules.core_attention = PackedDotProductAttention
+        put_core_attention(layer, PackedDotProductAttention)
     return spec
+
+
+def put_core_attention(layer: Any, core_attention: Callable[..., nn.Module]) -> None:
+    """Change a local layer's spec: its self-attention gets this core. Megatron has specs of two kinds."""
+    self_attention = layer.submodules.self_attention
+    submodules = getattr(self_attention, "submodules", None) or self_attention.keywords["submodules"]
+    submodules.core_attention = core_attention
 
 
 class PackedDotProductAttention(MegatronModule):
