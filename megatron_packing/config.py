@@ -391,7 +391,8 @@ _PACKED = (
     ),
     _refuse(
         "experimental_attention_variant",
-        "--experimental-attention-variant {value}: not proven under packing. Drop the flag, or leave packing out.",
+        "--experimental-attention-variant {value}: gated_delta_net would carry state across samples, dsa is not proven "
+        "under packing. Drop the flag, or leave packing out.",
     ),
     _refuse(
         "mtp_num_layers",

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from megatron_packing import __version__
+from megatron_packing.cli.doctor import doctor
 from megatron_packing.cli.inspection import inspect
 from megatron_packing.cli.output import PROGRAM, reports_errors
 from megatron_packing.cli.pack import pack
@@ -24,6 +25,7 @@ app.command("plan", context_settings={"allow_extra_args": True, "ignore_unknown_
 _ALL_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command("pack", context_settings=_ALL_WORDS)(reports_errors(pack))
 app.command("inspect", context_settings=_ALL_WORDS)(reports_errors(inspect))
+app.command("doctor")(reports_errors(doctor))
 
 
 def _show_version(wanted: bool) -> None:
@@ -38,4 +40,4 @@ def main(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Look at sequence packing before a run: plan steps, inspect data. Nothing here needs a GPU."""
+    """Look at sequence packing before a run: plan steps, inspect data, ask the machine. Nothing here needs a GPU."""

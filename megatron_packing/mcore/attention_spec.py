@@ -55,10 +55,15 @@ def _default_spec_with(core_attention: Callable[..., nn.Module], model_config: A
 
     spec = default_layer_spec(model_config, vp_stage)
     for layer in getattr(spec, "layer_specs", None) or [spec]:  # a block of layers (MoE), or one for all
-        self_attention = layer.submodules.self_attention
-        submodules = getattr(self_attention, "submodules", None) or self_attention.keywords["submodules"]
-        submodules.core_attention = core_attention
+        put_core_attention(layer, core_attention)
     return spec
+
+
+def put_core_attention(layer: Any, core_attention: Callable[..., nn.Module]) -> None:
+    """Change a local layer's spec: its self-attention gets this core. Megatron has specs of two kinds."""
+    self_attention = layer.submodules.self_attention
+    submodules = getattr(self_attention, "submodules", None) or self_attention.keywords["submodules"]
+    submodules.core_attention = core_attention
 
 
 class PackedDotProductAttention(MegatronModule):

@@ -4,7 +4,8 @@ import argparse
 
 from megatron_packing.errors import ConfigError, MissingDependency
 
-_PROVEN = (0, 19)
+PROVEN = (0, 19)
+"""The release of Megatron-Core."""
 
 
 def check_version() -> None:
@@ -21,10 +22,10 @@ def check_version() -> None:
         raise MissingDependency(
             f"megatron-core's training loop cannot be imported ({error}). Install megatron-core[training]."
         ) from error
-    if (MAJOR, MINOR) != _PROVEN:
+    if (MAJOR, MINOR) != PROVEN:
         raise ConfigError(
-            f"megatron-core {__version__}: packing is proven on {_PROVEN[0]}.{_PROVEN[1]} only. Install "
-            f"'megatron-core[training]=={_PROVEN[0]}.{_PROVEN[1]}.*'."
+            f"megatron-core {__version__}: packing is proven on {PROVEN[0]}.{PROVEN[1]} only. Install "
+            f"'megatron-core[training]=={PROVEN[0]}.{PROVEN[1]}.*'."
         )
 
 

@@ -176,6 +176,10 @@ STEPS: dict[str, dict[str, Any]] = {
         "C(topology=Topology(), seq_length=4, scheduler='first_fit', max_tokens_per_rank=4)",
         "forbidden": ["torch", "megatron", *all_but("config", "config_file", "topology", "errors")],
     },
+    "doctor": {
+        "code": "import megatron_packing.cli.main, megatron_packing.mcore.verdicts as v; v.verdicts(v.Installed())",
+        "forbidden": ["torch", "megatron"],
+    },
     "schedule without what it needs": {"code": "import megatron_packing.schedule", "forbidden": ["numpy.typing"]},
     "thd without what it needs": {"code": "import megatron_packing.thd", "forbidden": ["torch"]},
     "thd": {
