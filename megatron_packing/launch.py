@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 8 -m megatron_packing.launch [options] SCRIPT [flags]
 
-Options: --device cpu|cuda|auto, --config FILE, --dry-run; --help lists them and packing's flags.
+Options: --device cpu|cuda|auto, --config FILE ..., --dry-run; --help lists them and packing's flags.
 
-The launcher decides the device, reads the config file, installs our hooks into Megatron and runs the
+The launcher decides the device, reads the config files, installs our hooks into Megatron and runs the
 script as `__main__`, with its own folder first on the path. Flags after SCRIPT are the script's and
 ours together. Works under torchrun, under srun (with torchrun's environment variables), and alone, as
 one process.
@@ -13,6 +13,7 @@ one process.
 import argparse
 import os
 import runpy
+import shlex
 import socket
 import sys
 import traceback
@@ -74,7 +75,9 @@ def _first_cause(error: BaseException) -> str | None:
 
 def _in_one_line(error: BaseException) -> str:
     peers = sys.modules.get(_PEERS)
-    return str(error) if isinstance(error, PackingError) or not peers else str(peers.describe(error))
+    if isinstance(error, PackingError) or not peers:
+        return str(error) or repr(error)  # many of Megatron's assertions say nothing; their line is in the traceback
+    return str(peers.describe(error))
 
 
 def _tell_others(cause: str) -> None:
@@ -94,8 +97,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one"
     )
-    parser.add_argument("--config", type=Path, help="YAML file of flags for the script; the command line wins")
-    parser.add_argument("--dry-run", action="store_true", help="check every flag as a run would, then stop")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        default=[],
+        help="YAML file of flags for the script; of several the later one wins, and the command line over all",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check every flag as rank RANK of WORLD_SIZE would (environment; default: 0 of 1), then stop; no device "
+        "and no file is needed",
+    )
     parser.add_argument("script", type=Path, help="the training script, e.g. Megatron-LM's pretrain_gpt.py")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script and of packing")
     return parser.parse_args(argv)
@@ -115,10 +129,11 @@ def _run(options: argparse.Namespace) -> None:
     if not options.script.is_file():
         raise ConfigError(f"{options.script}: no such script. Give the path of a Megatron training script.")
     flags = list(options.flags)
-    if options.config is not None:
+    if options.config:
         from megatron_packing.config_file import merge_flags
 
-        flags = merge_flags(options.config, flags)
+        for path in reversed(options.config):
+            flags = merge_flags(path, flags)
     _become_single_process_if_alone()
     device = _choose_device(options.device, dry_run=options.dry_run)
     if device == "cpu":
@@ -127,6 +142,8 @@ def _run(options: argparse.Namespace) -> None:
 
     hooks.install(dry_run=options.dry_run)
     sys.argv = [str(options.script), *flags]
+    if options.dry_run:
+        print(f"megatron_packing: dry run of {os.environ['WORLD_SIZE']} ranks: {shlex.join(sys.argv)}", flush=True)
     sys.path.insert(0, str(options.script.resolve().parent))
     runpy.run_path(str(options.script), run_name="__main__")
 

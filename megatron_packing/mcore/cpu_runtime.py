@@ -57,7 +57,6 @@ def missing_flags(argv: Sequence[str]) -> list[str]:
 def install() -> None:
     """Stand in for the CUDA runtime, for the rest of the process. Call before importing Megatron."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing to compile for; saves seconds at start
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists under TP and CP; no device reads it
     import torch._dynamo  # noqa: F401  builds its tables from torch's functions, so before they are replaced
 
     _stub_device_queries()
@@ -103,6 +102,7 @@ def _take_uneven_parts() -> None:
 @functools.cache
 def patch_megatron() -> None:
     """Mend what Megatron-Core's wheel cannot do without a GPU. Imports Megatron."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists under TP and CP; no device reads it
     _keep_random_state_at_warmup()
     _allow_sequence_parallel_norms()
     _use_fused_adam_contract()

@@ -63,6 +63,7 @@ def _chain_argument_parsing() -> None:
     from megatron.training import arguments
 
     from megatron_packing.mcore import args as packing_args
+    from megatron_packing.mcore.dry_run import check_model_and_stop
 
     original = arguments.parse_and_validate_args
 
@@ -85,14 +86,12 @@ def _chain_argument_parsing() -> None:
 
         # Validation reads these settings, so that they are set between parsing and validating.
         arguments.parse_args = parse_args
+        if _dry_run:
+            arguments.set_global_variables = check_model_and_stop
         try:
-            validated = original(provider, *rest, **keywords)
+            return original(provider, *rest, **keywords)
         finally:
             arguments.parse_args = parse
-        if _dry_run:
-            print("megatron_packing: dry run: every flag is good; not training.", flush=True)
-            raise SystemExit(0)
-        return validated
 
     arguments.parse_and_validate_args = parse_and_validate_args
     _rebind_in_script(original, parse_and_validate_args)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import pickle
 import socket
 import subprocess
@@ -109,6 +110,10 @@ class Runner:
         """Like `train`, for runs that should fail."""
         return self._cached(tuple(" ".join(flags).split()), data, ranks, True)
 
+    def dry_run(self, *words: str, **environment: str) -> Run:
+        """Start the launcher with `words` in `environment`, and nothing else that says where it would run."""
+        return self._run(_dry_run, (words, environment), 1)
+
     def call(self, function: Callable[[], None], ranks: int = 1) -> None:
         """Run a module-level function in forked ranks with Megatron in memory; its exception fails the test."""
         run = self._run(_call, (function,), ranks)
@@ -169,6 +174,15 @@ def _launch(flags: list[str], hooks: bool) -> None:
     our_hooks._skip_missing_makefile()  # else the wheel's missing Makefile ends the run
     sys.argv = [str(RECORDED_SCRIPT), *flags, *cpu_runtime.missing_flags(flags)]
     runpy.run_path(str(RECORDED_SCRIPT), run_name="__main__")
+
+
+def _dry_run(words: Sequence[str], environment: dict[str, str]) -> None:
+    from megatron_packing import launch
+
+    for name in ("RANK", "WORLD_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    launch.main(words)
 
 
 def _call(function: Callable[[], None]) -> None:
