@@ -7,6 +7,7 @@ combined with them. Both work on plain values, so that they can be tested withou
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import lcm
 from typing import Any, Literal
 
 from megatron_packing.errors import ConfigError
@@ -21,6 +22,10 @@ OUR_KERNELS = ("sdpa", "varlen", "flash")
 """What may compute our own attention."""
 ATTENTION_BACKENDS = ("auto", "te", *OUR_KERNELS, "stock")
 
+FP8_ROWS = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128}
+"""Recipe -> rows that a matrix product in FP8 wants a multiple of: 16 as Megatron-Core's `get_fp8_align_size` says, 32
+and 128 for the blocks of rows that share a scale."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingConfig:
@@ -34,7 +39,10 @@ class PackingConfig:
     max_tokens_per_rank: int
     """Padded tokens that one DP x CP rank may hold; the capacity of a pack is this times CP."""
     max_seqs: int | None = None
-    """Most samples in one pack; None: no limit."""
+    """Most samples in one pack, less one where `pad_alignment` is set, whose tail is one of them; None: no limit."""
+    pad_alignment: int | Literal["max"] | None = None
+    """Rows that each rank's share of a pack is filled up to a multiple of; max: to max_tokens_per_rank. None: no more
+    than the topology asks for. With `max_seqs`, a pack's shapes follow from its rows alone."""
     smallest_group: int | None = None
     """Ranks of the smallest group that may share a pack, where the scheduler chooses groups of DP x CP ranks anew in
     every microbatch; None: every pack is shared by CP ranks."""
@@ -115,6 +123,27 @@ class PackingConfig:
         """Padded tokens that a pack may hold; where groups are chosen, that of all ranks."""
         return self.max_tokens_per_rank * self.widest.cp
 
+    @property
+    def most_samples(self) -> int | None:
+        """Samples that a pack may hold; None: no limit."""
+        return self.max_seqs if self.max_seqs is None or self.pad_alignment is None else self.max_seqs - 1
+
+    @property
+    def num_boundaries(self) -> int | None:
+        """Entries of every pack's `cu_seqlens`; None: as many as its samples need."""
+        return None if self.max_seqs is None or self.pad_alignment is None else self.max_seqs + 1
+
+    def rows_of(self, padded: int) -> int:
+        """Rows that run of a pack whose samples, or dummy, have `padded` rows."""
+        multiple = self._rows_multiple
+        return -(-padded // multiple) * multiple
+
+    @property
+    def _rows_multiple(self) -> int:
+        if self.pad_alignment == "max":
+            return self.capacity
+        return lcm(self.topology.pack_alignment, (self.pad_alignment or 1) * self.topology.cp)
+
     def __post_init__(self) -> None:
         _check_choice("--packing-overlong", self.overlong, OVERLONG_POLICIES)
         _check_choice("--packing-bad-rows", self.bad_rows, BAD_ROW_POLICIES)
@@ -129,6 +158,7 @@ class PackingConfig:
         _check_positive("--packing-data-timeout", self.data_timeout)
         if self.max_seqs is not None:
             _check_positive("--thd-max-packed-sequences", self.max_seqs)
+        self._check_shape()
         if self.packed:
             if self.smallest_group is not None:
                 self._check_groups()
@@ -155,10 +185,11 @@ class PackingConfig:
                 f"--varlen-sbhd-validation: a row of --packing-dataset {self.dataset} makes {samples} samples, which "
                 "cannot be one padded row. Drop the flag."
             )
-        if self.max_seqs is not None and self.max_seqs < samples:
+        if self.most_samples is not None and self.most_samples < samples:
+            assert self.max_seqs is not None
             raise ConfigError(
                 f"--thd-max-packed-sequences {self.max_seqs}: {samples} samples of a row must share a pack. Raise it "
-                f"to at least {samples}."
+                f"to at least {samples + self.max_seqs - self.most_samples}."
             )
         longest = samples * self.topology.pad(self.seq_length)
         if self.capacity < longest:
@@ -239,6 +270,29 @@ class PackingConfig:
             raise ConfigError(
                 f"--packing-prefetch with --packing-fit-cost {self.fit_cost_steps}: a step that was planned ahead "
                 "cannot go by costs measured since. Drop one of them."
+            )
+
+    def _check_shape(self) -> None:
+        if self.pad_alignment is None:
+            return
+        flag = f"--pad-packed-seq-alignment {self.pad_alignment}"
+        if not self.packed:
+            raise ConfigError(f"{flag}: the reference run does not pack. Drop the flag.")
+        if self.smallest_group is not None:
+            raise ConfigError(f"{flag} with dynamic context parallelism: not proven yet. Drop one of them.")
+        if self.max_seqs == 1:
+            raise ConfigError(
+                f"--thd-max-packed-sequences 1 with {flag}: the tail that fills a pack up counts as one, which leaves "
+                "none for a sample. Raise it to at least 2."
+            )
+        if self.pad_alignment == "max":
+            return
+        _check_positive("--pad-packed-seq-alignment", self.pad_alignment)
+        if self.capacity % self._rows_multiple:
+            raise ConfigError(
+                f"{flag}: packs are filled up to multiples of {self._rows_multiple} rows, but may hold "
+                f"{self.capacity} tokens = {self.max_tokens_per_rank} per rank x CP {self.topology.cp}, which is none. "
+                f"Set --max-seqlen-per-dp-cp-rank to a multiple of {self._rows_multiple // self.topology.cp}."
             )
 
     def _check_capacity(self) -> None:
@@ -406,7 +460,6 @@ _PACKED = (
         "heterogeneous_layers_config_path",
         "--heterogeneous-layers-config-path: not proven under packing. Leave packing out.",
     ),
-    _refuse("fp8", "--fp8-format {value}: its alignment is not proven under packing yet. Use --bf16."),
     _refuse("fp4", "--fp4-format {value}: its alignment is not proven under packing yet. Use --bf16."),
     _refuse("fp16", "--fp16: not proven under packing. Use --bf16."),
     _refuse("use_torch_fsdp2", "--use-torch-fsdp2: not proven under packing yet. Use --use-distributed-optimizer."),
@@ -435,6 +488,15 @@ _PACKED_EXPERTS = (
         "--moe-expert-capacity-factor {value}: which tokens are dropped would depend on how samples are packed. Drop "
         "the flag.",
         lambda value: value is not None,
+    ),
+)
+
+# What packed runs can have with Transformer Engine's layers only.
+_NOT_TRANSFORMER_ENGINE = (
+    _refuse(
+        "fp8",
+        "--fp8-format {value}: only Transformer Engine's layers compute in FP8. Use --transformer-impl "
+        "transformer_engine without --spec, or --bf16 alone.",
     ),
 )
 
@@ -481,6 +543,8 @@ def check_megatron_flags(
     rules = _ALWAYS + (_PACKED if packed else ()) + (_OUR_ATTENTION if attention == "sdpa" else ())
     if packed and flags.get("num_experts"):
         rules += _PACKED_EXPERTS
+    if packed and attention != "te":
+        rules += _NOT_TRANSFORMER_ENGINE
     if groups_change:
         rules += _GROUPS_CHANGE
     for rule in rules:

@@ -4,7 +4,7 @@ Nothing here asks torch or Megatron what the current process is: detection lives
 """
 
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, lcm
 
 from megatron_packing.errors import ConfigError
 
@@ -32,12 +32,17 @@ class Topology:
     """Whether parameters are sharded over data parallelism, so that ranks meet in every layer."""
     sequence_parallel: bool = False
     """Whether activations are split along the sequence over the TP ranks."""
+    quantized_rows: int = 1
+    """Rows that what a rank holds of a pack must be a multiple of, for matrix products in a quantized type."""
 
     def __post_init__(self) -> None:
-        for name in ("dp", "cp", "tp", "pp", "vpp", "ep"):
+        for name in ("dp", "cp", "tp", "pp", "vpp", "ep", "quantized_rows"):
             size = getattr(self, name)
             if type(size) is not int or size < 1:
-                raise ConfigError(f"Topology.{name} is {size!r}; it counts ranks and must be an integer of at least 1.")
+                counts = "rows" if name == "quantized_rows" else "ranks"
+                raise ConfigError(
+                    f"Topology.{name} is {size!r}; it counts {counts} and must be an integer of at least 1."
+                )
 
     @property
     def alignment(self) -> int:
@@ -52,6 +57,15 @@ class Topology:
         """`alignment` for a pack that `cp` ranks share, whatever the CP of the others."""
         return (2 * cp if cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
 
+    @property
+    def pack_alignment(self) -> int:
+        """Rows that every pack is a multiple of.
+
+        That is the samples' alignment, and what a quantization recipe asks of each rank's rows. The recipe looks at
+        matrices and not at samples, so that the whole pack is filled up once, and not each sample.
+        """
+        return lcm(self.alignment, self.quantized_rows * self.cp * (self.tp if self.sequence_parallel else 1))
+
     def check_capacity(self, max_tokens_per_rank: int) -> None:
         """Refuse a capacity that padded samples cannot fill: whatever fits unpadded must also fit padded.
 
@@ -59,9 +73,9 @@ class Topology:
             max_tokens_per_rank: padded tokens that one rank may hold of a pack.
 
         Raises:
-            ConfigError: the capacity is no multiple of the alignment; names the nearest that are.
+            ConfigError: the capacity is no multiple of the pack's alignment; names the nearest that are.
         """
-        capacity, alignment = max_tokens_per_rank * self.cp, self.alignment
+        capacity, alignment = max_tokens_per_rank * self.cp, self.pack_alignment
         if capacity % alignment == 0:
             return
         unit = alignment // gcd(alignment, self.cp)  # tokens per rank whose multiples give valid capacities
@@ -70,7 +84,8 @@ class Topology:
         raise ConfigError(
             f"max_tokens_per_rank is {max_tokens_per_rank:,}, so a pack holds {capacity:,} = {max_tokens_per_rank:,} "
             f"per rank x CP {self.cp}; that must be a multiple of the alignment {alignment:,} (CP {self.cp}, TP "
-            f"{self.tp}{' with sequence parallelism' if self.sequence_parallel else ''}). "
+            f"{self.tp}{' with sequence parallelism' if self.sequence_parallel else ''}"
+            f"{f', {self.quantized_rows} rows a rank for FP8' if self.quantized_rows > 1 else ''}). "
             f"Set --max-seqlen-per-dp-cp-rank {nearest}."
         )
 

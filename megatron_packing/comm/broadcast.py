@@ -93,18 +93,19 @@ def _header(shares: Sequence[PackShare] | None, figures: Sequence[float], failur
     """float64 [4 + figures]: counts up to 2**53 are exact."""
     sizes = [0.0] * 3
     if shares is not None and failure is None:
-        entries = sum(3 + share.cu_seqlens.numel() + share.cu_seqlens_padded.numel() for share in shares)
+        entries = sum(4 + share.cu_seqlens.numel() + share.cu_seqlens_padded.numel() for share in shares)
         sizes = [float(len(shares)), float(entries), float(sum(share.position_ids_R.numel() for share in shares))]
     return torch.tensor([float(failure is not None), *sizes, *figures], dtype=torch.float64)
 
 
 def _flat_boundaries(shares: Sequence[PackShare]) -> Tensor:
-    """int32: for each pack its samples, whether it is a dummy, whether it is padded, then both boundaries."""
+    """int32: for each pack its boundaries' number, whether it is a dummy, whether it is padded, its longest segment,
+    then both boundaries."""
     parts = []
     for share in shares:
         padded = share.cu_seqlens is not share.cu_seqlens_padded
-        head = torch.tensor([share.cu_seqlens.numel(), share.is_dummy, padded], dtype=torch.int32)
-        parts += [head, share.cu_seqlens, share.cu_seqlens_padded]
+        head = [share.cu_seqlens.numel(), share.is_dummy, padded, share.max_seqlen]
+        parts += [torch.tensor(head, dtype=torch.int32), share.cu_seqlens, share.cu_seqlens_padded]
     return torch.cat(parts)
 
 
@@ -166,9 +167,9 @@ def _rebuild(boundaries: Tensor, packs: int, mine: _Fields, place: ModelParallel
     shares = []
     at = row = 0
     for _ in range(packs):
-        entries, is_dummy, padded = boundaries[at : at + 3].tolist()
-        real, in_rows = boundaries[at + 3 : at + 3 + 2 * entries].clone().view(2, entries)
-        at += 3 + 2 * entries
+        entries, is_dummy, padded, max_seqlen = boundaries[at : at + 4].tolist()
+        real, in_rows = boundaries[at + 4 : at + 4 + 2 * entries].clone().view(2, entries)
+        at += 4 + 2 * entries
         in_rows = in_rows.clone()
         rows = slice(row, row + int(in_rows[-1]) // place.cp_size)
         row = rows.stop
@@ -176,6 +177,7 @@ def _rebuild(boundaries: Tensor, packs: int, mine: _Fields, place: ModelParallel
             make_share(
                 cu_seqlens=real.clone() if padded else in_rows,
                 cu_seqlens_padded=in_rows,
+                max_seqlen=max_seqlen,
                 is_dummy=bool(is_dummy),
                 cp_size=place.cp_size,
                 cp_rank=place.cp_rank,

@@ -7,12 +7,14 @@ installed Megatron already defines a flag, ours steps aside.
 import argparse
 import os
 from collections.abc import Callable
+from math import lcm
 from typing import Any
 
 from megatron_packing.config import (
     ATTENTION_BACKENDS,
     BAD_ROW_POLICIES,
     CHAT_FORMATS,
+    FP8_ROWS,
     OUR_KERNELS,
     OVERLONG_POLICIES,
     TRAIN_ON,
@@ -159,7 +161,21 @@ def _add_packing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         default=1,
         help="ranks of the smallest such group (default: 1)",
     )
-    add("--thd-max-packed-sequences", type=int, default=None, help="most samples in one pack")
+    add(
+        "--thd-max-packed-sequences",
+        type=int,
+        default=None,
+        help="most samples in one pack; with --pad-packed-seq-alignment the tail counts as one, and cu_seqlens always "
+        "has one entry more than this",
+    )
+    add(
+        "--pad-packed-seq-alignment",
+        type=_rows_or_max,
+        default=None,
+        metavar="ROWS",
+        help="fill every rank's share of a pack up to a multiple of so many rows, with a tail that no sample owns; "
+        "max: to --max-seqlen-per-dp-cp-rank",
+    )
     add(
         "--packing-balance",
         choices=BALANCES,
@@ -262,7 +278,9 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
     capacity = args.max_seqlen_per_dp_cp_rank
     if capacity is None:
         # Upstream's default, here in whole alignment units.
-        capacity = samples_kept_together(dataset) * topology.pad(args.seq_length) // topology.cp
+        rows = 1 if args.pad_packed_seq_alignment in (None, "max") else args.pad_packed_seq_alignment
+        unit = lcm(topology.pack_alignment, rows * topology.cp)
+        capacity = -(-samples_kept_together(dataset) * topology.pad(args.seq_length) // unit) * unit // topology.cp
         if groups_change:  # two chunks of a sample on each rank of a group, whatever its size
             capacity += capacity % 2
     _check_chat_format(args)
@@ -273,6 +291,7 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         scheduler=scheduler,
         max_tokens_per_rank=capacity,
         max_seqs=args.thd_max_packed_sequences,
+        pad_alignment=args.pad_packed_seq_alignment,
         smallest_group=args.min_dynamic_context_parallel_size if groups_change else None,
         balance=args.packing_balance,
         fit_cost_steps=args.packing_fit_cost,
@@ -329,6 +348,17 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
             f"scheduler {config.scheduler}, capacity {config.capacity} tokens = {config.max_tokens_per_rank} per rank "
             f"x CP {config.widest.cp}, alignment {config.widest.alignment}"
         )
+        if config.num_boundaries is not None:
+            said.append(
+                f"fixed shapes: a pack of {config.rows_of(1)} rows or a multiple of it has {config.num_boundaries} "
+                "boundaries, and max_seqlen is its rows"
+            )
+        if config.topology.quantized_rows > 1:
+            said.append(
+                f"FP8 recipe {args.fp8_recipe}: packs are multiples of {config.topology.pack_alignment} rows = "
+                f"{config.topology.quantized_rows} on each rank. WARNING: packed training in FP8 was never run on a "
+                "GPU; only its alignment is tested"
+            )
         if config.smallest_group is not None:
             sizes = GroupSizes(smallest=config.smallest_group).of(config.widest.cp)
             said.append(
@@ -414,7 +444,23 @@ def topology_of(args: argparse.Namespace, world: int | None = None) -> Topology:
         ep=args.expert_model_parallel_size,
         fsdp=bool(args.use_torch_fsdp2 or args.use_megatron_fsdp),
         sequence_parallel=bool(args.sequence_parallel),
+        quantized_rows=_quantized_rows(args),
     )
+
+
+def _quantized_rows(args: argparse.Namespace) -> int:
+    if not args.fp8:
+        return 1
+    if args.fp8_recipe not in FP8_ROWS:
+        raise ConfigError(
+            f"--fp8-recipe {args.fp8_recipe}: how many rows it wants a multiple of is not known. Use one of "
+            f"{', '.join(FP8_ROWS)}."
+        )
+    return FP8_ROWS[args.fp8_recipe]
+
+
+def _rows_or_max(word: str) -> int | str:
+    return word if word == "max" else int(word)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -7,7 +7,7 @@ rank is raised on all of them before the next collective.
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from megatron_packing.schedule import (
     Plan,
     make_plan,
 )
-from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, dummy_pack
+from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, dummy_pack, fill_up
 
 type Units = tuple[tuple[int, ...], ...]
 """Ids of the samples that must share a pack; see `GatheredLengths.units`."""
@@ -53,15 +53,15 @@ class StepFigures:
     """Packs of each rank."""
     real_tokens: int
     padding_tokens: int
-    """Rows that run and belong to no sample: alignment and dummies."""
+    """Rows that run and belong to no sample: alignment, dummies, and the tails that fill packs up."""
     fill: float
     """Real tokens / slots, which are packs x capacity; with the three wastes below it makes 1."""
     alignment_waste: float
     """Share of the slots between the samples' lengths and their padded lengths. They run."""
     tail_waste: float
-    """Share of the slots that packs with samples leave free. They do not run."""
+    """Share of the slots that packs with samples leave free. They do not run, but for tails that fill packs up."""
     dummy_waste: float
-    """Share of the slots that are dummies', each of which runs one unit of alignment."""
+    """Share of the slots that are dummies', each of which runs one unit of alignment, filled up like any pack."""
     packs_lower_bound: int
     """Packs that any plan of these samples needs; see `Metrics`, as for the three below."""
     step_imbalance: float
@@ -192,7 +192,9 @@ class StepPacker:
         assignments = _assignments(plan)
         batches = self._exchange(drawn.samples, assignments, gathered, units)
         exchange_ms = gathered_ms + _ms_since(started)
-        figures = _figures(plan, metrics, gathered, lost, plan_ms=plan_ms, exchange_ms=exchange_ms)
+        times = {"plan_ms": plan_ms, "exchange_ms": exchange_ms}
+        running = sum(self._config.rows_of(pack.padded_tokens) for pack in plan.packs)
+        figures = _figures(plan, metrics, gathered, lost, running=running, times=times)
         places = None if plan.group_sizes is None else tuple(_places(assignments, self._rank))
         return PackedStep(batches=batches, figures=figures, lost=lost, places=places)
 
@@ -215,10 +217,11 @@ class StepPacker:
         plan, metrics, failure = None, None, None
         pad, most = self._config.topology.pad, max(map(len, units), default=1)
         try:
-            if self._config.max_seqs is not None and self._config.max_seqs < most:
+            most_samples = self._config.most_samples
+            if most_samples is not None and most_samples < most:
                 raise PackingError(
-                    f"--thd-max-packed-sequences {self._config.max_seqs}: {most} samples of one row must share a pack. "
-                    f"Raise it to at least {most}."
+                    f"--thd-max-packed-sequences {self._config.max_seqs}: {most} samples of one row must share a pack, "
+                    f"which may hold {most_samples}. Raise it by at least {most - most_samples}."
                 )
             lengths = [
                 gathered.lengths[unit[0]] if len(unit) == 1 else sum(pad(gathered.lengths[i]) for i in unit)
@@ -229,7 +232,7 @@ class StepPacker:
                 scheduler=self._config.scheduler or "",
                 topology=self._config.topology,
                 max_tokens_per_rank=self._config.max_tokens_per_rank,
-                max_seqs=None if self._config.max_seqs is None else self._config.max_seqs // most,
+                max_seqs=None if most_samples is None else most_samples // most,
                 microbatch_multiple=self._microbatch_multiple,
                 cost=self._cost,
                 balance=self._config.balance,
@@ -262,18 +265,25 @@ class StepPacker:
             cp = self._config.topology.cp if pack.cp_size is None else pack.cp_size
             alignment = self._config.topology.alignment_of(cp)
             members = [received[i] for i in _samples_in(pack, units)]
-            batches.append(
-                dummy_pack(alignment=alignment) if pack.is_dummy else build_pack(members, alignment=alignment)
-            )
+            batch = dummy_pack(alignment=alignment) if pack.is_dummy else build_pack(members, alignment=alignment)
+            rows = self._config.rows_of(batch.num_rows)
+            batches.append(fill_up(batch, rows=rows, num_boundaries=self._config.num_boundaries))
         return tuple(batches)
 
 
 def _figures(
-    plan: Plan, metrics: Metrics, gathered: GatheredLengths, lost: LostInStep, *, plan_ms: float, exchange_ms: float
+    plan: Plan,
+    metrics: Metrics,
+    gathered: GatheredLengths,
+    lost: LostInStep,
+    *,
+    running: int,
+    times: Mapping[str, float],
 ) -> StepFigures:
+    """Args: running: rows that run, of all packs. times: in ms, by the fields' names."""
     packs = plan.packs
     real_tokens = sum(gathered.lengths)  # a plan of units counts the alignment within them as real
-    running = sum(pack.padded_tokens for pack in packs)
+    padded = sum(pack.padded_tokens for pack in packs)
     dummies = [pack.padded_tokens for pack in packs if pack.is_dummy]
     slots = plan.num_microbatches * plan.topology.dp * plan.capacity
     return StepFigures(
@@ -284,7 +294,7 @@ def _figures(
         real_tokens=real_tokens,
         padding_tokens=running - real_tokens,
         fill=real_tokens / slots,
-        alignment_waste=(running - sum(dummies) - real_tokens) / slots,
+        alignment_waste=(padded - sum(dummies) - real_tokens) / slots,
         tail_waste=metrics.tail_waste / slots,
         dummy_waste=metrics.dummy_waste / slots,
         packs_lower_bound=int(metrics.packs_lower_bound),
@@ -294,9 +304,8 @@ def _figures(
         targets=sum(gathered.targets),
         dropped=lost.dropped,
         truncated=lost.truncated,
-        plan_ms=plan_ms,
-        exchange_ms=exchange_ms,
-        waited_ms=plan_ms + exchange_ms,
+        **times,
+        waited_ms=sum(times.values()),
     )
 
 

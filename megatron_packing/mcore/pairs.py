@@ -36,8 +36,6 @@ def pair_log_probs(token_losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Ten
     """
     pack = current_pack()
     sums_S = sum_by_sample(-token_losses.float().view(-1) * loss_mask.view(-1), pack)
-    if pack.is_dummy:
-        sums_S = sums_S[:0]
     if sums_S.numel() % 2:
         raise PackingError(
             f"the pack holds {sums_S.numel()} samples, which are no pairs. Use --packing-dataset preference, or a "

@@ -113,4 +113,4 @@ def length_of(encoded: Any) -> int:
 
 def rules_of(config: PackingConfig) -> PackRules:
     """What the packs of a run keep to."""
-    return PackRules(capacity=config.capacity, alignment=config.topology.alignment, max_seqs=config.max_seqs)
+    return PackRules(capacity=config.capacity, alignment=config.topology.alignment, max_seqs=config.most_samples)

@@ -9,7 +9,13 @@ Two samples of real lengths 7 and 2, aligned to 4 tokens (T = 12 rows):
     cu_seqlens          [0, 7, 9]      real tokens, counted without the padding
     cu_seqlens_padded   [0, 8, 12]     rows
 
-Dimensions: T rows of the pack, S samples in it.
+Filled up to 16 rows and a capacity of 4 segments (`pack.fill_up`), it ends in a tail that no sample owns and in
+sentinels, segments without rows, so that packs of any samples have the same shapes:
+
+    cu_seqlens          [0, 7, 9, 9, 9]
+    cu_seqlens_padded   [0, 8, 12, 16, 16]
+
+Dimensions: T rows of the pack, S samples in it; with the tail and sentinels S stands for all segments.
 """
 
 import itertools
@@ -38,9 +44,11 @@ class PackedBatch:
     cu_seqlens_padded: Tensor
     """int32 [S + 1]: boundaries in rows."""
     max_seqlen: int
-    """Rows of the longest sample, padding included."""
+    """Rows of the longest segment, padding included; T where the shape is fixed."""
     is_dummy: bool = False
     """Whether the pack only keeps the ranks' microbatch counts equal: it runs, fully masked."""
+    is_fixed: bool = False
+    """Whether the shapes say nothing of the samples: sentinels may follow the last segment, and max_seqlen is T."""
 
     def __post_init__(self) -> None:
         rows = self.tokens_T.numel()
@@ -49,21 +57,31 @@ class PackedBatch:
                 raise PackingError(
                     f"PackedBatch.{name} has shape {tuple(getattr(self, name).shape)}, tokens_T ({rows},)."
                 )
-        largest = _check_boundaries("cu_seqlens_padded", self.cu_seqlens_padded, total=rows)
-        if type(self.max_seqlen) is not int or self.max_seqlen != largest:
+        edges = _check_boundaries("cu_seqlens_padded", self.cu_seqlens_padded, total=rows)
+        if len(edges) < self.cu_seqlens_padded.numel() and not self.is_fixed:
             raise PackingError(
-                f"PackedBatch.max_seqlen is {self.max_seqlen!r}; it must be the Python int {largest}, the largest "
-                "difference of cu_seqlens_padded."
+                f"PackedBatch.cu_seqlens_padded must increase strictly; it is {self.cu_seqlens_padded.tolist()}."
+            )
+        longest = rows if self.is_fixed else max(b - a for a, b in itertools.pairwise(edges))
+        if type(self.max_seqlen) is not int or self.max_seqlen != longest:
+            raise PackingError(
+                f"PackedBatch.max_seqlen is {self.max_seqlen!r}; it must be the Python int {longest}, the largest "
+                "difference of cu_seqlens_padded, or all rows where the shape is fixed."
             )
         if self.cu_seqlens is not self.cu_seqlens_padded:
-            self._check_real_boundaries()
+            self._check_real_boundaries(segments=len(edges) - 1)
 
-    def _check_real_boundaries(self) -> None:
-        _check_boundaries("cu_seqlens", self.cu_seqlens, total=None)
+    def _check_real_boundaries(self, segments: int) -> None:
+        samples = len(_check_boundaries("cu_seqlens", self.cu_seqlens, total=None)) - 1
         if self.cu_seqlens.shape != self.cu_seqlens_padded.shape:
             raise PackingError(
                 f"PackedBatch.cu_seqlens has {self.cu_seqlens.numel() - 1} samples, cu_seqlens_padded "
                 f"{self.cu_seqlens_padded.numel() - 1}."
+            )
+        if samples < segments - 1:
+            raise PackingError(
+                f"PackedBatch.cu_seqlens has {samples} samples for {segments} segments; only the last may be a tail "
+                "without one."
             )
         padding = self.cu_seqlens_padded.diff() - self.cu_seqlens.diff()
         if bool((padding < 0).any()):
@@ -77,7 +95,7 @@ class PackedBatch:
     @property
     def num_samples(self) -> int:
         """Samples in the pack; a dummy holds none."""
-        return 0 if self.is_dummy else self.cu_seqlens.numel() - 1
+        return 0 if self.is_dummy else count_samples(self.cu_seqlens)
 
     @property
     def num_rows(self) -> int:
@@ -108,19 +126,26 @@ class PackedBatch:
         return moved
 
 
-def _check_boundaries(name: str, boundaries: Tensor, total: int | None) -> int:
-    """Largest difference of `boundaries`, after checking them: int32, 1-D, from 0, strictly increasing, to `total`."""
+def count_samples(cu_seqlens: Tensor) -> int:
+    """Samples between real boundaries: a tail and sentinels have no tokens, every sample has some."""
+    return int(torch.count_nonzero(cu_seqlens.diff()))
+
+
+def _check_boundaries(name: str, boundaries: Tensor, total: int | None) -> list[int]:
+    """`boundaries` up to where their end is first reached, after checking them: int32, 1-D, from 0, strictly increasing
+    up to there, to `total`."""
     if boundaries.dtype != torch.int32 or boundaries.dim() != 1 or boundaries.numel() < 2:
         raise PackingError(
             f"PackedBatch.{name} is {boundaries.dtype} of shape {tuple(boundaries.shape)}; it must be int32, "
             "one-dimensional, with at least two entries."
         )
     values = boundaries.tolist()
-    differences = [after - before for before, after in itertools.pairwise(values)]
+    edges = values[: values.index(values[-1]) + 1]
     if values[0] != 0:
         raise PackingError(f"PackedBatch.{name} starts at {values[0]}; it must start at 0.")
-    if min(differences) <= 0:
+    increasing = all(before < after for before, after in itertools.pairwise(edges))
+    if len(edges) < 2 or not increasing or any(value != edges[-1] for value in values[len(edges) :]):
         raise PackingError(f"PackedBatch.{name} must increase strictly; it is {values}.")
     if total is not None and values[-1] != total:
         raise PackingError(f"PackedBatch.{name} ends at {values[-1]}; the pack has {total} rows.")
-    return max(differences)
+    return edges

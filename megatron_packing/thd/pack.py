@@ -4,10 +4,11 @@ Cost: one concatenation a field.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_packing.errors import CapacityError, PackingError
@@ -85,6 +86,48 @@ def dummy_pack(*, alignment: int) -> PackedBatch:
         cu_seqlens_padded=boundaries,
         max_seqlen=alignment,
         is_dummy=True,
+    )
+
+
+def fill_up(batch: PackedBatch, *, rows: int, num_boundaries: int | None = None) -> PackedBatch:
+    """`batch` with a tail that no sample owns, and on request with a fixed number of boundaries.
+
+    The tail is a segment of its own, with no real token: masked in loss and routing, seen by no sample. What follows it
+    are sentinels, segments without rows. Neither changes what a sample computes.
+
+    Args:
+        batch: a pack or a dummy.
+        rows: of the result, at least the pack's.
+        num_boundaries: entries of both `cu_seqlens`; then `max_seqlen` is `rows`, so that no shape and no number
+            depends on the samples. None: as many as there are segments.
+
+    Raises:
+        CapacityError: the pack has more rows or segments than that.
+    """
+    tail = rows - batch.num_rows
+    segments = batch.cu_seqlens_padded.numel() - 1 + (tail > 0)
+    if tail < 0 or (num_boundaries is not None and segments + 1 > num_boundaries):
+        raise CapacityError(
+            f"a pack of {batch.num_rows} rows and, tail included, {segments} segments cannot be filled up to {rows} "
+            f"rows and {num_boundaries} boundaries. Raise --max-seqlen-per-dp-cp-rank or --thd-max-packed-sequences."
+        )
+    if tail == 0 and num_boundaries is None:
+        return batch
+    more = (segments + 1 if num_boundaries is None else num_boundaries) - batch.cu_seqlens_padded.numel()
+    padded_boundaries = F.pad(batch.cu_seqlens_padded, (0, more), value=rows)
+    real_boundaries = padded_boundaries
+    if tail or batch.is_padded:
+        real_boundaries = F.pad(batch.cu_seqlens, (0, more), value=int(batch.cu_seqlens[-1]))
+    return replace(
+        batch,
+        tokens_T=F.pad(batch.tokens_T, (0, tail)),
+        labels_T=F.pad(batch.labels_T, (0, tail)),
+        loss_mask_T=F.pad(batch.loss_mask_T, (0, tail)),
+        position_ids_T=F.pad(batch.position_ids_T, (0, tail)),
+        cu_seqlens=real_boundaries,
+        cu_seqlens_padded=padded_boundaries,
+        max_seqlen=max(batch.max_seqlen, tail) if num_boundaries is None else rows,
+        is_fixed=num_boundaries is not None,
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from megatron_packing.thd.batch import PackedBatch
+from megatron_packing.thd.batch import PackedBatch, count_samples
 from megatron_packing.thd.layout import rows_of_cp_rank
 
 
@@ -38,7 +38,9 @@ class PackShare:
     cu_seqlens_padded: Tensor
     """int32 [S + 1]: boundaries of the whole pack in rows; the same object where nothing is padded."""
     max_seqlen: int
-    """Rows of the longest sample, over all ranks of the pack."""
+    """Rows of the longest segment, over all ranks of the pack; T where the shape is fixed."""
+    num_samples: int
+    """Samples in the pack; a dummy holds none."""
     is_dummy: bool = False
     """Whether the pack only keeps the ranks' counts equal."""
     cp_size: int = 1
@@ -63,6 +65,7 @@ def share_of_rank(batch: PackedBatch, *, cp_size: int, cp_rank: int) -> PackShar
     return make_share(
         cu_seqlens=batch.cu_seqlens,
         cu_seqlens_padded=batch.cu_seqlens_padded,
+        max_seqlen=batch.max_seqlen,
         is_dummy=batch.is_dummy,
         cp_size=cp_size,
         cp_rank=cp_rank,
@@ -76,6 +79,7 @@ def make_share(
     *,
     cu_seqlens: Tensor,
     cu_seqlens_padded: Tensor,
+    max_seqlen: int,
     is_dummy: bool,
     cp_size: int,
     cp_rank: int,
@@ -96,7 +100,8 @@ def make_share(
         pack_position_ids_T=positions_T,
         cu_seqlens=cu_seqlens,
         cu_seqlens_padded=cu_seqlens_padded,
-        max_seqlen=int(cu_seqlens_padded.diff().max()),
+        max_seqlen=max_seqlen,
+        num_samples=0 if is_dummy else count_samples(cu_seqlens),
         is_dummy=is_dummy,
         cp_size=cp_size,
         cp_rank=cp_rank,
@@ -113,7 +118,8 @@ def _positions_and_padding(cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> tup
 
 
 def sum_by_sample(values_R: Tensor, share: PackShare) -> Tensor:
-    """[S]: the sum of `values_R` over each sample's rows. Under context parallelism, over those that this rank holds.
+    """[num_samples]: the sum of `values_R` over each sample's rows; under context parallelism, over those that this
+    rank holds.
 
     Args:
         values_R: floating point [R], one for each of the rank's rows; the gradient flows through.
@@ -122,4 +128,4 @@ def sum_by_sample(values_R: Tensor, share: PackShare) -> Tensor:
     rows_S = share.cu_seqlens_padded.diff().long()
     # Each rank holds as many rows of every sample.
     sample_of_row_R = torch.repeat_interleave(rows_S // share.cp_size, output_size=values_R.numel())
-    return values_R.new_zeros(rows_S.numel()).index_add(0, sample_of_row_R, values_R)
+    return values_R.new_zeros(rows_S.numel()).index_add(0, sample_of_row_R, values_R)[: share.num_samples]

@@ -105,6 +105,20 @@ def test_a_dropped_row_leaves_a_dummy_that_teaches_nothing(pool: GlooPool) -> No
     assert [of_rank.lost for of_rank in packs] == [{"no_targets": 1}] * 2
 
 
+def test_packs_of_one_shape_count_the_tails_that_run(pool: GlooPool) -> None:
+    """Four packs of 8 rows, one of them a dummy; the samples fill 14 rows."""
+    drawn = shared_out(rows(8, None, 1, 5), 2)
+    packs = pack_step(pool, drawn, config(2, max_tokens_per_rank=8, pad_alignment="max", max_seqs=2))
+    of_all = list(itertools.chain.from_iterable(zip(p.tokens, p.loss_mask, p.boundaries, strict=True) for p in packs))
+    assert {(len(tokens), len(mask), len(boundaries)) for tokens, mask, boundaries in of_all} == {(8, 8, 3)}
+    assert sorted(sum(mask) for _, mask, _ in of_all) == [0, 1, 5, 8], "a pack of two segments holds one sample"
+    figures = packs[0].figures
+    assert (figures["packs"], figures["dummies"], figures["real_tokens"]) == (4, 1, 14)
+    assert figures["padding_tokens"] == 4 * 8 - 14
+    assert figures["fill"] == 14 / 32
+    assert sum(figures[name] for name in ("fill", "alignment_waste", "tail_waste", "dummy_waste")) == 1
+
+
 def test_every_row_of_a_step_dropped(pool: GlooPool) -> None:
     drawn = shared_out(rows(None, None, None, None), 2)
     packs = pack_step(pool, drawn)

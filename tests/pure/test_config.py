@@ -39,6 +39,27 @@ def test_ordinary_settings_pass(scheduler: str) -> None:
     assert chosen.capacity == 16
 
 
+def test_a_pack_is_filled_up_to_whole_units_of_every_rank() -> None:
+    """Rows of a share, FP8 and alignment together: 12 a rank and 2*CP rows a sample are 24 of the pack."""
+    chosen = packed(topology=Topology(cp=2), max_tokens_per_rank=24, pad_alignment=12)
+    assert [chosen.rows_of(rows) for rows in (4, 24, 28, 48)] == [24, 24, 48, 48]
+    assert chosen.num_boundaries is None
+    fp8 = packed(topology=Topology(quantized_rows=16), max_tokens_per_rank=48, pad_alignment=6)
+    assert [fp8.rows_of(rows) for rows in (1, 48)] == [48, 48]
+    assert [packed(topology=Topology(quantized_rows=8)).rows_of(rows) for rows in (1, 9)] == [8, 16]
+
+
+def test_packs_of_one_shape() -> None:
+    fixed = packed(topology=Topology(cp=2), max_tokens_per_rank=8, pad_alignment="max", max_seqs=4)
+    assert {fixed.rows_of(rows) for rows in (4, 8, 16)} == {16}
+    assert (fixed.num_boundaries, fixed.most_samples) == (5, 3), "the tail is one of the four"
+    free = packed(max_seqs=4)
+    assert (free.num_boundaries, free.most_samples) == (None, 4)
+    assert {free.rows_of(rows) == rows for rows in range(1, 17)} == {True}
+    evaluation = packed(pad_alignment="max", max_seqs=4, eval_max_tokens_per_rank=32).for_evaluation()
+    assert evaluation.rows_of(1) == 32
+
+
 def test_the_reference_run_asks_nothing_of_packing() -> None:
     padded = packed(scheduler=None, max_tokens_per_rank=0, attention="stock", topology=Topology(cp=2, tp=2, pp=2))
     assert not padded.packed
@@ -55,6 +76,27 @@ def test_settings_cannot_change_later() -> None:
         pytest.param({"seq_length": 0}, "--seq-length 0: must be at least 1", id="seq-length"),
         pytest.param({"log_interval": 0}, "--packing-log-interval 0: must be at least 1", id="log-interval"),
         pytest.param({"max_seqs": 0}, "--thd-max-packed-sequences 0: must be at least 1", id="max-seqs"),
+        pytest.param(
+            {"max_seqs": 1, "pad_alignment": 4},
+            "--thd-max-packed-sequences 1 with --pad-packed-seq-alignment 4: the tail .*at least 2",
+            id="no-room-beside-the-tail",
+        ),
+        pytest.param({"pad_alignment": 0}, "--pad-packed-seq-alignment 0: must be at least 1", id="rows-zero"),
+        pytest.param(
+            {"pad_alignment": 12},
+            "--pad-packed-seq-alignment 12: .*multiples of 12 rows, but may hold 16 .*to a multiple of 12",
+            id="rows-do-not-fill-a-pack",
+        ),
+        pytest.param(
+            {"pad_alignment": 4, "scheduler": None},
+            "--pad-packed-seq-alignment 4: the reference run does not pack",
+            id="rows-of-the-reference-run",
+        ),
+        pytest.param(
+            {"pad_alignment": "max", "scheduler": "dynamic_cp", "smallest_group": 1},
+            "--pad-packed-seq-alignment max with dynamic context parallelism: not proven",
+            id="rows-of-groups-that-change",
+        ),
         pytest.param(
             {"max_tokens_per_rank": 0}, "--max-seqlen-per-dp-cp-rank 0: must be at least 1", id="capacity-zero"
         ),
@@ -289,7 +331,6 @@ PACKED = [
     ("mtp_num_layers", 1, "--mtp-num-layers 1"),
     ("hybrid_layer_pattern", "M*M*", r"--hybrid-layer-pattern M\*M\*"),
     ("heterogeneous_layers_config_path", "layers.json", "--heterogeneous-layers-config-path"),
-    ("fp8", "hybrid", "--fp8-format hybrid"),
     ("fp4", "e2m1", "--fp4-format e2m1"),
     ("fp16", True, "--fp16"),
     ("use_torch_fsdp2", True, "--use-torch-fsdp2"),
@@ -303,6 +344,7 @@ OUR_ATTENTION = [
     ("softmax_type", "learnable", "--softmax-type learnable"),
     ("qk_clip", True, "--qk-clip"),
     ("log_max_attention_logit", True, "--log-max-attention-logit"),
+    ("fp8", "hybrid", "--fp8-format hybrid"),
 ]
 
 
@@ -361,9 +403,17 @@ def test_what_only_our_attention_cannot_do(setting: str, value: Any, flag: str) 
     assert refused(setting, value, attention="te") is None, flag
 
 
+def test_fp8_asks_for_transformer_engines_own_layers() -> None:
+    said = refused("fp8", "hybrid", attention="spec")
+    assert said is not None
+    assert "only Transformer Engine's layers compute in FP8" in said
+    assert refused("fp8", "hybrid", packed=False, attention="stock") is None
+
+
 def test_no_refusal_is_left_out_above() -> None:
     """Guards against passing vacuously: a new rule must join the lists above."""
-    rules = {rule.setting for rule in config._ALWAYS + config._PACKED + config._OUR_ATTENTION}
+    not_te = config._OUR_ATTENTION + config._NOT_TRANSFORMER_ENGINE
+    rules = {rule.setting for rule in config._ALWAYS + config._PACKED + not_te}
     assert len(rules) > 30
     assert (
         rules | {"attention_backend"} == {setting for setting, _, _ in ALWAYS + PACKED + OUR_ATTENTION} == set(ORDINARY)

@@ -18,6 +18,7 @@ CASES = {
     "capacity of one sample": ("--max-seqlen-per-dp-cp-rank 64", "", 1),
     "dp_balanced": ("--sequence-packing-scheduler dp_balanced", "", 1),
     "at most 3 samples a pack": ("--thd-max-packed-sequences 3", "", 1),
+    "one shape": ("--pad-packed-seq-alignment max --thd-max-packed-sequences 6", "", 1),
     "full recompute": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "", 1),
     "selective recompute": ("--recompute-granularity selective", "", 1),
     "2 loader workers": ("--num-workers 2", "", 1),

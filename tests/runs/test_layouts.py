@@ -31,6 +31,7 @@ EXPERTS = (
 EP2 = f"{EXPERTS} --expert-model-parallel-size 2"
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 BALANCED = "--sequence-packing-scheduler balanced"
+ONE_SHAPE = "--pad-packed-seq-alignment max --thd-max-packed-sequences 6"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 
@@ -75,6 +76,9 @@ LAYOUTS = {
     "CP2 DP2": Layout(flags=CP2, ranks=4, usual=True),
     "TP2 SP CP2": Layout(flags=f"{SP} {CP2}", ranks=4, usual=True),
     "CP2 PP2": Layout(flags=f"{CP2} {PP2}", ranks=4, usual=True),
+    "CP2 PP2, one shape": Layout(flags=f"{CP2} {PP2}", ranks=4, packed_only=ONE_SHAPE, usual=True),
+    "TP2 SP, rows in 32s": Layout(flags=SP, ranks=2, packed_only="--pad-packed-seq-alignment 32"),
+    "EP2, one shape": Layout(flags=EP2, ranks=2, packed_only=ONE_SHAPE),
     "TP2 SP, distributed optimizer, DP2": Layout(flags=SP, ranks=4, packed_only=DISTRIBUTED),
     "PP2 DP2, distributed optimizer": Layout(flags=PP2, ranks=4, packed_only=DISTRIBUTED),
     "CP2 DP2, distributed optimizer": Layout(flags=CP2, ranks=4, packed_only=DISTRIBUTED),

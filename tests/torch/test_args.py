@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_packing.config import CHAT_FORMATS, OVERLONG_POLICIES, TRAIN_ON, PackingConfig
+from megatron_packing.config import CHAT_FORMATS, FP8_ROWS, OVERLONG_POLICIES, TRAIN_ON, PackingConfig
 from megatron_packing.data import chat, encode
 from megatron_packing.errors import ConfigError, MissingDependency
 from megatron_packing.mcore import args as packing_args
@@ -114,6 +114,9 @@ def test_world_size_gives_data_parallelism(parser: argparse.ArgumentParser, monk
             "--packing-chat-format plain with NullTokenizer",
         ),
         (f"{LOCAL} --dynamic-context-parallel", "--use-varlen-dataset"),
+        (f"{LOCAL} --use-varlen-dataset --fp8-format hybrid", "--fp8-format hybrid: only Transformer Engine's layers"),
+        (f"{TE} --use-varlen-dataset --fp8-format hybrid --fp8-recipe custom", "--fp8-recipe custom: how many rows"),
+        (f"{TE} --use-varlen-dataset --fp8-format e4m3 --max-seqlen-per-dp-cp-rank 72", "16 rows a rank for FP8"),
         # A planner that `megatron-packing plan` shows, and no run may use.
         (f"{LOCAL} --use-varlen-dataset --sequence-packing-scheduler offline", "a whole set ahead of time"),
         (
@@ -133,6 +136,47 @@ def test_world_size_gives_data_parallelism(parser: argparse.ArgumentParser, monk
 def test_settings_that_contradict_each_other(parser: argparse.ArgumentParser, flags: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         _settled(parser, flags)
+
+
+FP8 = f"{TE} --use-varlen-dataset --fp8-format hybrid"
+
+
+def test_packs_of_one_shape_and_of_whole_units(parser: argparse.ArgumentParser) -> None:
+    flags = f"{LOCAL} --use-varlen-dataset --thd-max-packed-sequences 9"
+    parsed = parser.parse_args(f"{flags} --pad-packed-seq-alignment max".split())
+    config = packing_args.resolve(parsed)
+    assert (config.pad_alignment, config.num_boundaries, config.most_samples) == ("max", 10, 8)
+    said = [line for line in packing_args.apply(config, parsed) if "fixed shapes" in line]
+    assert said == ["fixed shapes: a pack of 64 rows or a multiple of it has 10 boundaries, and max_seqlen is its rows"]
+    config, _ = _settled(parser, f"{flags} --pad-packed-seq-alignment 48")
+    assert (config.pad_alignment, config.max_tokens_per_rank, config.rows_of(50)) == (48, 96, 96)
+    config, _ = _settled(parser, flags)
+    assert (config.pad_alignment, config.num_boundaries, config.rows_of(50)) == (None, None, 50)
+
+
+@pytest.mark.parametrize(("recipe", "rows"), [("", 16), ("tensorwise", 16), ("mxfp8", 32), ("blockwise", 128)])
+def test_fp8_fills_packs_up_for_its_recipe_and_says_what_is_not_proven(
+    parser: argparse.ArgumentParser, recipe: str, rows: int
+) -> None:
+    flags = f"{FP8} --seq-length 60 {f'--fp8-recipe {recipe}' if recipe else ''}"
+    parsed = parser.parse_args(flags.split())
+    config = packing_args.resolve(parsed)
+    assert (config.topology.quantized_rows, config.topology.alignment) == (rows, 1)
+    assert config.max_tokens_per_rank == {16: 64, 32: 64, 128: 128}[rows], "the default is a whole number of units"
+    assert config.rows_of(17) == max(32, rows)
+    (said,) = [line for line in packing_args.apply(config, parsed) if "FP8" in line]
+    assert f"multiples of {rows} rows = {rows} on each rank. WARNING: packed training in FP8 was never run" in said
+
+
+def test_a_recipe_s_rows_are_what_megatron_pads_its_own_matrices_to() -> None:
+    """For blocks of 128 x 128 Megatron says 16, which holds the matrix product alone and cuts blocks."""
+    from megatron.core.enums import Fp8Recipe
+    from megatron.core.fp8_utils import get_fp8_align_size
+
+    assert {recipe.value for recipe in Fp8Recipe} == {*FP8_ROWS, "custom"}
+    for name, rows in FP8_ROWS.items():
+        assert rows % get_fp8_align_size(Fp8Recipe(name)) == 0
+        assert name == "blockwise" or rows == get_fp8_align_size(Fp8Recipe(name))
 
 
 DYNAMIC = f"{LOCAL} --use-varlen-dataset --no-rope-fusion --dynamic-context-parallel"

@@ -133,7 +133,8 @@ def test_a_share_rebuilt_from_boundaries_equals_the_one_cut_from_the_pack(case: 
     batch = case.batch
     for rank, cut in enumerate(shares(batch, case.cp)):
         place = {"cp_size": case.cp, "cp_rank": rank}
-        boundaries = {"cu_seqlens": batch.cu_seqlens, "cu_seqlens_padded": batch.cu_seqlens_padded}
+        names = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+        boundaries = {name: getattr(batch, name) for name in names}
         bare = make_share(**boundaries, **place, is_dummy=False)
         assert_same(bare, replace(cut, tokens_R=None, labels_R=None, loss_mask_R=None))
         own = {name: getattr(cut, name) for name in ("tokens_R", "labels_R", "loss_mask_R")}
