@@ -253,8 +253,8 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
     if capacity is None:
         # Upstream's default, here in whole alignment units.
         capacity = samples_kept_together(dataset) * topology.pad(args.seq_length) // topology.cp
-        if groups_change:  # two chunks of a sample on each rank of a group, whatever its size
-            capacity += capacity % 2
+        if groups_change:  # whatever the size of a group, its ranks' chunks are whole alignment units
+            capacity += -capacity % (topology.widest.alignment // topology.widest.cp)
     _check_chat_format(args)
     _check_order(args)
     return PackingConfig(

@@ -10,10 +10,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_packing.comm.broadcast import ModelParallel, share_packs
-from megatron_packing.comm.failures import device_of
+from megatron_packing.comm.failures import all_gather_rows, device_of
 from megatron_packing.comm.groups import ContextGroups
 from megatron_packing.config import PackingConfig
 from megatron_packing.mcore.costs import cost_of_model, with_communication
@@ -81,10 +82,9 @@ class StepFeeder:
         if packer is not None:
             try:
                 step = packer.pack(_given(data_iterator), count)
-                places = step.places or [(self._place.cp_size, self._place.cp_rank)] * len(step.batches)
                 shares = [
                     share_of_rank(batch, cp_size=size, cp_rank=rank)
-                    for batch, (size, rank) in zip(step.batches, places, strict=True)
+                    for batch, (size, rank) in zip(step.batches, step.places, strict=True)
                 ]
                 figures, lost = step.figures, step.lost
             except Exception as error:  # shared with the ranks that wait for packs
@@ -109,8 +109,6 @@ def _find_place() -> ModelParallel:
         is_first_stage=groups.is_pipeline_first_stage(ignore_virtual=True),
         is_last_stage=groups.is_pipeline_last_stage(ignore_virtual=True),
         last_stage=groups.get_pipeline_model_parallel_last_rank(),
-        cp_size=groups.get_context_parallel_world_size(),
-        cp_rank=groups.get_context_parallel_rank(),
         device=device_of(group),
     )
 
@@ -119,9 +117,11 @@ def _make_groups(config: PackingConfig) -> ContextGroups:
     from megatron.core import parallel_state
     from megatron.training.global_vars import get_args
 
-    ranks = torch.distributed.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    mine = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    of_all = all_gather_rows(torch.tensor(mine), group=dist.group.WORLD, device=device_of())
+    rows = sorted(set(map(tuple, of_all.tolist())))
     minutes = get_args().distributed_timeout_minutes
-    return ContextGroups(ranks, group_sizes_of(config).of(len(ranks)), timedelta(minutes=minutes))
+    return ContextGroups(rows, group_sizes_of(config).of(len(mine)), timedelta(minutes=minutes))
 
 
 def _make_packer(config: PackingConfig, chunks: list[nn.Module], place: ModelParallel, limit: ReadLimit) -> StepPacker:
@@ -135,10 +135,15 @@ def _make_packer(config: PackingConfig, chunks: list[nn.Module], place: ModelPar
     cost = cost_of_model(model, vocabulary=get_args().padded_vocab_size)
     if config.smallest_group is not None:
         cost = with_communication(cost, model)
+    siblings = None
+    if config.topology.cp > 1:
+        siblings = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        # Plans number the DP x CP ranks as this group does: CP ranks first.
+        assert siblings.rank() % config.topology.cp == parallel_state.get_context_parallel_rank()
     return StepPacker(
         config,
         group=parallel_state.get_data_parallel_group(),
-        siblings=parallel_state.get_data_parallel_group(with_context_parallel=True) if place.cp_size > 1 else None,
+        siblings=siblings,
         device=place.device,
         limit=limit,
         microbatch_multiple=multiple,
