@@ -114,9 +114,7 @@ class PackingConfig:
     @property
     def widest(self) -> Topology:
         """The topology, as it is for a pack that as many ranks share as may."""
-        if self.smallest_group is None:
-            return self.topology
-        return dataclasses.replace(self.topology, dp=1, cp=self.topology.dp * self.topology.cp)
+        return self.topology if self.smallest_group is None else self.topology.widest
 
     @property
     def capacity(self) -> int:
@@ -315,20 +313,7 @@ class PackingConfig:
 
     def _check_groups(self) -> None:
         """Refuse what groups of ranks that change from microbatch to microbatch are not proven with."""
-        what, topology = "--sequence-packing-scheduler dynamic_cp", self.topology
-        if topology.cp > 1:
-            raise ConfigError(
-                f"{what} with --context-parallel-size {topology.cp}: it forms its groups of all DP x CP "
-                "ranks, whatever their fixed groups. Set it to 1; the same ranks are then data-parallel."
-            )
-        sizes = {
-            "--tensor-model-parallel-size": topology.tp,
-            "--pipeline-model-parallel-size": topology.pp,
-            "--expert-model-parallel-size": topology.ep,
-        }
-        for flag, size in sizes.items():
-            if size > 1:
-                raise ConfigError(f"{what} with {flag} {size}: not proven yet. Set it to 1, or use another scheduler.")
+        what = "--sequence-packing-scheduler dynamic_cp"
         if self.attention != "sdpa":
             raise ConfigError(
                 f"{what} with the attention {self.attention!r}: proven with ours only. Use --transformer-impl local "
@@ -518,7 +503,6 @@ _OUR_ATTENTION = (
 
 # What groups of ranks that change from microbatch to microbatch are not proven with.
 _GROUPS_CHANGE = (
-    _refuse("num_experts", "--num-experts {value}: not proven with dynamic context parallelism. Drop one of them."),
     _refuse(
         "apply_rope_fusion",
         "RoPE fusion: not proven with dynamic context parallelism. Add --no-rope-fusion.",

@@ -3,7 +3,7 @@
 Nothing here asks torch or Megatron what the current process is: detection lives in `mcore`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, lcm
 
 from megatron_packing.errors import ConfigError
@@ -43,6 +43,11 @@ class Topology:
                 raise ConfigError(
                     f"Topology.{name} is {size!r}; it counts {counts} and must be an integer of at least 1."
                 )
+
+    @property
+    def widest(self) -> "Topology":
+        """The same ranks, as they are for a pack that all DP x CP ranks share."""
+        return replace(self, dp=1, cp=self.dp * self.cp)
 
     @property
     def alignment(self) -> int:

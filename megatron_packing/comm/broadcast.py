@@ -17,6 +17,10 @@ from megatron_packing.comm.failures import as_text_row, text_of_row
 from megatron_packing.errors import PackingError
 from megatron_packing.thd.share import PackShare, make_share
 
+_HEAD = 6
+"""Numbers before a pack's boundaries: how many these are, whether it is a dummy, whether it is padded, how many ranks
+share it and which of them this is. All ranks of a model-parallel group have the same place among those that share."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParallel:
@@ -34,8 +38,6 @@ class ModelParallel:
     is_last_stage: bool
     last_stage: int
     """Global rank of the last stage in this rank's own pipeline."""
-    cp_size: int
-    cp_rank: int
     device: torch.device | str
     """Where the groups' backend wants its tensors."""
 
@@ -86,25 +88,24 @@ def share_packs(
     boundaries = _flat_boundaries(shares) if shares is not None else torch.empty(boundary_entries, dtype=torch.int32)
     boundaries = _broadcast(boundaries.to(place.device), place.source, place.group).cpu()
     mine = _fields(shares, rows, place)
-    return _rebuild(boundaries, packs, mine, place), header[4:].tolist()
+    return _rebuild(boundaries, packs, mine), header[4:].tolist()
 
 
 def _header(shares: Sequence[PackShare] | None, figures: Sequence[float], failure: Exception | None) -> Tensor:
     """float64 [4 + figures]: counts up to 2**53 are exact."""
     sizes = [0.0] * 3
     if shares is not None and failure is None:
-        entries = sum(4 + share.cu_seqlens.numel() + share.cu_seqlens_padded.numel() for share in shares)
+        entries = sum(_HEAD + share.cu_seqlens.numel() + share.cu_seqlens_padded.numel() for share in shares)
         sizes = [float(len(shares)), float(entries), float(sum(share.position_ids_R.numel() for share in shares))]
     return torch.tensor([float(failure is not None), *sizes, *figures], dtype=torch.float64)
 
 
 def _flat_boundaries(shares: Sequence[PackShare]) -> Tensor:
-    """int32: for each pack its boundaries' number, whether it is a dummy, whether it is padded, its longest segment,
-    then both boundaries."""
+    """int32: for each pack what `_rebuild` reads first, then both boundaries."""
     parts = []
     for share in shares:
         padded = share.cu_seqlens is not share.cu_seqlens_padded
-        head = [share.cu_seqlens.numel(), share.is_dummy, padded, share.max_seqlen]
+        head = [share.cu_seqlens.numel(), share.is_dummy, padded, share.max_seqlen, share.cp_size, share.cp_rank]
         parts += [torch.tensor(head, dtype=torch.int32), share.cu_seqlens, share.cu_seqlens_padded]
     return torch.cat(parts)
 
@@ -163,15 +164,16 @@ def _over_tp(flat: Tensor | None, size: int, place: ModelParallel) -> Tensor:
     return flat.cpu()
 
 
-def _rebuild(boundaries: Tensor, packs: int, mine: _Fields, place: ModelParallel) -> list[PackShare]:
+def _rebuild(boundaries: Tensor, packs: int, mine: _Fields) -> list[PackShare]:
     shares = []
     at = row = 0
     for _ in range(packs):
-        entries, is_dummy, padded, max_seqlen = boundaries[at : at + 4].tolist()
-        real, in_rows = boundaries[at + 4 : at + 4 + 2 * entries].clone().view(2, entries)
-        at += 4 + 2 * entries
+        entries, is_dummy, padded, max_seqlen, cp_size, cp_rank = boundaries[at : at + _HEAD].tolist()
+        at += _HEAD
+        real, in_rows = boundaries[at : at + 2 * entries].clone().view(2, entries)
+        at += 2 * entries
         in_rows = in_rows.clone()
-        rows = slice(row, row + int(in_rows[-1]) // place.cp_size)
+        rows = slice(row, row + int(in_rows[-1]) // cp_size)
         row = rows.stop
         shares.append(
             make_share(
@@ -179,8 +181,8 @@ def _rebuild(boundaries: Tensor, packs: int, mine: _Fields, place: ModelParallel
                 cu_seqlens_padded=in_rows,
                 max_seqlen=max_seqlen,
                 is_dummy=bool(is_dummy),
-                cp_size=place.cp_size,
-                cp_rank=place.cp_rank,
+                cp_size=cp_size,
+                cp_rank=cp_rank,
                 tokens_R=None if mine.tokens is None else mine.tokens[rows],
                 labels_R=None if mine.labels is None else mine.labels[rows],
                 loss_mask_R=None if mine.loss_mask is None else mine.loss_mask[rows],

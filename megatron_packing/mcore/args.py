@@ -281,8 +281,8 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         rows = 1 if args.pad_packed_seq_alignment in (None, "max") else args.pad_packed_seq_alignment
         unit = lcm(topology.pack_alignment, rows * topology.cp)
         capacity = -(-samples_kept_together(dataset) * topology.pad(args.seq_length) // unit) * unit // topology.cp
-        if groups_change:  # two chunks of a sample on each rank of a group, whatever its size
-            capacity += capacity % 2
+        if groups_change:  # whatever the size of a group, its ranks' chunks are whole alignment units
+            capacity += -capacity % (topology.widest.alignment // topology.widest.cp)
     _check_chat_format(args)
     _check_order(args)
     return PackingConfig(

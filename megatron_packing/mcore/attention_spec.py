@@ -196,7 +196,15 @@ def group_that_shares(
     packed: PackedSeqParams | None, static: torch.distributed.ProcessGroup
 ) -> torch.distributed.ProcessGroup:
     """The ranks that share a pack: those that its parameters name, or else the model's own context-parallel group."""
-    return static if packed is None or packed.cp_group is None else packed.cp_group
+    if packed is None or packed.local_cp_size is None:
+        return static
+    return _alone() if packed.cp_group is None else packed.cp_group
+
+
+@functools.cache
+def _alone() -> torch.distributed.ProcessGroup:
+    """A group of one, which nobody communicates in: no backend, and no collective to make it."""
+    return torch.distributed.ProcessGroup(0, 1)
 
 
 def rotate_by_the_packs_group(chunk: nn.Module) -> None:

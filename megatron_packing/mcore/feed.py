@@ -9,11 +9,12 @@ from dataclasses import astuple, dataclass, fields
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from megatron_packing.comm.broadcast import ModelParallel, share_packs
-from megatron_packing.comm.failures import device_of
+from megatron_packing.comm.failures import all_gather_rows, device_of
 from megatron_packing.comm.groups import ContextGroups
 from megatron_packing.config import PackingConfig
 from megatron_packing.mcore.costs import cost_of_model, with_communication
@@ -83,10 +84,9 @@ class StepFeeder:
         if packer is not None:
             try:
                 step = self._pack(packer, _given(data_iterator), count, training=training)
-                places = step.places or [(self._place.cp_size, self._place.cp_rank)] * len(step.batches)
                 shares = [
                     share_of_rank(batch, cp_size=size, cp_rank=rank)
-                    for batch, (size, rank) in zip(step.batches, places, strict=True)
+                    for batch, (size, rank) in zip(step.batches, step.places, strict=True)
                 ]
                 figures, lost = step.figures, step.lost
             except Exception as error:  # shared with the ranks that wait for packs
@@ -129,8 +129,6 @@ def _find_place() -> ModelParallel:
         is_first_stage=groups.is_pipeline_first_stage(ignore_virtual=True),
         is_last_stage=groups.is_pipeline_last_stage(ignore_virtual=True),
         last_stage=groups.get_pipeline_model_parallel_last_rank(),
-        cp_size=groups.get_context_parallel_world_size(),
-        cp_rank=groups.get_context_parallel_rank(),
         device=device_of(group),
     )
 
@@ -139,9 +137,11 @@ def _make_groups(config: PackingConfig) -> ContextGroups:
     from megatron.core import parallel_state
     from megatron.training.global_vars import get_args
 
-    ranks = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    mine = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    of_all = all_gather_rows(torch.tensor(mine), group=dist.group.WORLD, device=device_of())
+    rows = sorted(set(map(tuple, of_all.tolist())))
     minutes = get_args().distributed_timeout_minutes
-    return ContextGroups(ranks, group_sizes_of(config).of(len(ranks)), timedelta(minutes=minutes))
+    return ContextGroups(rows, group_sizes_of(config).of(len(mine)), timedelta(minutes=minutes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +159,11 @@ def _who_draws(of_their_own: bool = False) -> _WhoDraws:
     from megatron.core import parallel_state
 
     group, siblings = parallel_state.get_data_parallel_group(), None
-    if parallel_state.get_context_parallel_world_size() > 1:
+    cp = parallel_state.get_context_parallel_world_size()
+    if cp > 1:
         siblings = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        # Plans number the DP x CP ranks as this group does: CP ranks first.
+        assert siblings.rank() % cp == parallel_state.get_context_parallel_rank()
     if of_their_own:  # in this order on every rank: no rank is in two groups of a kind
         group, siblings = _same_ranks(group), None if siblings is None else _same_ranks(siblings)
     return _WhoDraws(group=group, siblings=siblings)

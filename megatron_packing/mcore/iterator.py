@@ -38,7 +38,7 @@ from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, dummy_p
 type Units = tuple[tuple[int, ...], ...]
 """Ids of the samples that must share a pack; see `GatheredLengths.units`."""
 type Assignments = list[list[tuple[Pack, range]]]
-"""Of each microbatch, its packs and the data-parallel ranks that run each."""
+"""Of each microbatch, its packs and the DP x CP ranks that share each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +86,8 @@ class PackedStep:
     batches: tuple[PackedBatch, ...]
     figures: StepFigures
     lost: LostInStep
-    places: tuple[tuple[int, int], ...] | None = None
-    """Of each pack, how many ranks share it and which of them this one is; None: the run's own CP ranks."""
+    places: tuple[tuple[int, int], ...]
+    """Of each pack, how many ranks share it and which of them this one is."""
 
 
 class StepPacker:
@@ -98,8 +98,8 @@ class StepPacker:
         group: the data-parallel group (context parallelism not included); None for a single rank.
         device: where that group's backend wants its tensors.
         limit: how long an item may take; one for a process, which has one handler of signals.
-        siblings: the data-parallel group with context parallelism, whose ranks must all draw and plan the same;
-            None where CP is 1.
+        siblings: the data-parallel group with context parallelism, whose ranks must all plan the same, and those of
+            a replica draw the same; None where CP is 1.
         microbatch_multiple: what the number of microbatches must be a multiple of (interleaved pipelines).
         cost: what counts as work; the same on every rank.
     """
@@ -189,13 +189,13 @@ class StepPacker:
         )
         assert plan is not None
         assert metrics is not None
-        assignments = _assignments(plan)
+        assignments = [plan.packs_with_ranks(microbatch) for microbatch in plan.microbatches]
         batches = self._exchange(drawn.samples, assignments, gathered, units)
         exchange_ms = gathered_ms + _ms_since(started)
         times = {"plan_ms": plan_ms, "exchange_ms": exchange_ms}
         running = sum(self._config.rows_of(pack.padded_tokens) for pack in plan.packs)
         figures = _figures(plan, metrics, gathered, lost, running=running, times=times)
-        places = None if plan.group_sizes is None else tuple(_places(assignments, self._rank))
+        places = tuple(_places(assignments, self._rank))
         return PackedStep(batches=batches, figures=figures, lost=lost, places=places)
 
     def forget(self, step: PackedStep) -> None:
@@ -203,8 +203,13 @@ class StepPacker:
         self._lost.untell(step.lost)
 
     @property
-    def _rank(self) -> int:
+    def _dp_rank(self) -> int:
         return 0 if self._group is None else self._group.rank()
+
+    @property
+    def _rank(self) -> int:
+        """Among the DP x CP ranks, which Megatron numbers CP ranks first; without siblings, the replica's first one."""
+        return self._dp_rank * self._config.topology.cp if self._siblings is None else self._siblings.rank()
 
     def _plan(
         self, gathered: GatheredLengths, units: Units
@@ -248,12 +253,13 @@ class StepPacker:
     def _exchange(
         self, samples: Sequence[SampleTensors], assignments: Assignments, gathered: GatheredLengths, units: Units
     ) -> tuple[PackedBatch, ...]:
-        rank = self._rank
+        rank, cp = self._rank, self._config.topology.cp
         destinations = [range(0)] * len(gathered.lengths)
         for pack, ranks in itertools.chain.from_iterable(assignments):
+            within = _within_dp_group(ranks, cp, rank % cp)
             for sample_id in _samples_in(pack, units):
-                destinations[sample_id] = ranks
-        first = gathered.first_id(rank)
+                destinations[sample_id] = within
+        first = gathered.first_id(self._dp_rank)
         received = exchange_samples(
             {first + i: sample for i, sample in enumerate(samples)},
             destinations=destinations,
@@ -262,8 +268,7 @@ class StepPacker:
         )
         batches = []
         for pack in (pack for row in assignments for pack, ranks in row if rank in ranks):
-            cp = self._config.topology.cp if pack.cp_size is None else pack.cp_size
-            alignment = self._config.topology.alignment_of(cp)
+            alignment = self._config.topology.alignment_of(cp if pack.cp_size is None else pack.cp_size)
             members = [received[i] for i in _samples_in(pack, units)]
             batch = dummy_pack(alignment=alignment) if pack.is_dummy else build_pack(members, alignment=alignment)
             rows = self._config.rows_of(batch.num_rows)
@@ -314,11 +319,12 @@ def group_sizes_of(config: PackingConfig) -> GroupSizes:
     return GroupSizes(smallest=config.smallest_group or 1)
 
 
-def _assignments(plan: Plan) -> Assignments:
-    """Which ranks run what? Where groups are chosen, CP is 1, and the DP x CP ranks are the data-parallel ones."""
-    if plan.group_sizes is not None:
-        return [plan.packs_with_ranks(microbatch) for microbatch in plan.microbatches]
-    return [[(pack, range(to, to + 1)) for to, pack in enumerate(row.packs)] for row in plan.microbatches]
+def _within_dp_group(ranks: range, cp_size: int, cp_rank: int) -> range:
+    """Which DP ranks with this CP rank are among `ranks`, neighbours of the DP x CP ranks?
+
+    Every replica has drawn its samples on each of its CP ranks, so that a rank finds all of them in its own DP group.
+    """
+    return range(-((cp_rank - ranks.start) // cp_size), -((cp_rank - ranks.stop) // cp_size))
 
 
 def _places(assignments: Assignments, rank: int) -> Iterator[tuple[int, int]]:

@@ -72,7 +72,7 @@ class PackedStepRunner:
                 current.share = None
             _running.clear()
             if not forward_only:
-                _count_real_work(step)
+                _count_real_work(step, self._config.topology.cp)
                 if step.figures.targets == 0:
                     losses = _skip_update(chunks, losses)
             self._reporter.step_ended(step.figures, step.lost, training=not forward_only)
@@ -200,13 +200,14 @@ def _config_of(chunks: list[nn.Module]) -> Any:
     return get_model_config(chunks[0])
 
 
-def _count_real_work(step: FedStep) -> None:
+def _count_real_work(step: FedStep, cp_size: int) -> None:
     """Feed Megatron's FLOP count once a step, with real lengths.
 
     Called here and not in the forward step: evaluation would leak into the next training step, and
     interleaved pipelines would count every pack once a chunk. A dummy counts as nothing, but is
     announced, because the count is reduced over all ranks; so are packs that a rank shares with an earlier rank of a
-    group of the microbatch's own, which Megatron takes for a rank with samples of its own.
+    group of the microbatch's own. The first rank of such a group counts for all `cp_size` that Megatron believes to
+    share each pack, by which it divides.
     """
     from megatron.training import training
 
@@ -215,7 +216,8 @@ def _count_real_work(step: FedStep) -> None:
     for share in step.shares:
         counted = share.is_dummy or (step.groups_change and share.cp_rank > 0)
         boundaries = torch.zeros(2, dtype=torch.int32) if counted else share.cu_seqlens
-        training.update_seqlen_stats_from_cu_seqlens(boundaries)
+        for _ in range(cp_size if step.groups_change else 1):
+            training.update_seqlen_stats_from_cu_seqlens(boundaries)
 
 
 def _skip_update(chunks: list[nn.Module], losses: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:

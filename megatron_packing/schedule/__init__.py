@@ -138,7 +138,10 @@ def make_plan(
     _check_sizes(max_tokens_per_rank=max_tokens_per_rank, microbatch_multiple=microbatch_multiple)
     if max_seqs is not None:
         _check_sizes(max_seqs=max_seqs)
-    widest = _widest_pack(scheduler, topology, group_sizes)
+    widest = topology
+    if scheduler in CHOOSES_GROUPS:  # smaller groups then hold what fits them, too
+        group_sizes.of(topology.dp * topology.cp)  # refuses a smallest group that does not divide the ranks
+        widest = topology.widest
     widest.check_capacity(max_tokens_per_rank)
     objective(balance, topology)  # refuses an unknown one whatever the scheduler
     lengths = as_lengths(lengths)
@@ -206,13 +209,6 @@ def _planner(name: str, known: list[str]) -> str:
             "them."
         )
     return planner
-
-
-def _widest_pack(scheduler: str, topology: Topology, group_sizes: GroupSizes) -> Topology:
-    """The topology whose packs are as large as the planner's largest: smaller groups then hold what fits them, too."""
-    if scheduler not in CHOOSES_GROUPS:
-        return topology
-    return replace(topology, dp=1, cp=group_sizes.of(topology.dp * topology.cp)[-1])
 
 
 def _check_sizes(**sizes: int) -> None:

@@ -163,9 +163,9 @@ class Packs:
     boundaries: list[list[int]] = field(default_factory=list)
     is_dummy: list[bool] = field(default_factory=list)
     places: list[tuple[int, int]] = field(default_factory=list)
-    """Of each pack, the ranks that share it and which of them this one is, where that changes."""
+    """Of each pack, the ranks that share it and which of them this one is."""
     rows: list[list[tuple[int, int, float]]] = field(default_factory=list)
-    """Token, position and weight of each row of this rank's share of each pack, then."""
+    """Token, position and weight of each row of this rank's share of each pack."""
     figures: dict[str, Any] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
     news: list[tuple[str, str]] = field(default_factory=list)
@@ -175,10 +175,25 @@ class Packs:
 
 def pack_steps(rows: list[list[Row]], config: PackingConfig, ranks: int) -> list[tuple[str, Any]]:
     """Pack one step for each list of rows, on one packer."""
+    cp = ranks // config.topology.dp  # some tests run no more than the first CP rank of each replica
     packer = iterator.StepPacker(
-        config, group=group_of(ranks), device="cpu", limit=ReadLimit(config.data_timeout), cost=COST
+        config,
+        group=group_of(ranks) if cp == 1 else _replicas(ranks, cp),
+        siblings=None if cp == 1 else group_of(ranks),
+        device="cpu",
+        limit=ReadLimit(config.data_timeout),
+        cost=COST,
     )
     return [outcome(lambda step=step: _pack(packer, step)) for step in rows]
+
+
+@functools.cache
+def _replicas(ranks: int, cp: int) -> Any:
+    """The ranks that have this one's CP rank, among the first `ranks`; None for a single one."""
+    if ranks == cp:
+        return None
+    assert ranks == dist.get_world_size(), "all ranks make groups together"
+    return [dist.new_group(list(range(first, ranks, cp))) for first in range(cp)][dist.get_rank() % cp]
 
 
 def pack_more_than_there_is(
@@ -225,7 +240,7 @@ def _pack(packer: iterator.StepPacker, rows: list[Row]) -> Packs:
     batches = step.batches
     shares = [
         share_of_rank(batch, cp_size=size, cp_rank=rank)
-        for batch, (size, rank) in zip(batches, step.places or [], strict=step.places is not None)
+        for batch, (size, rank) in zip(batches, step.places, strict=True)
     ]
     return Packs(
         tokens=[batch.tokens_T.tolist() for batch in batches],
@@ -233,7 +248,7 @@ def _pack(packer: iterator.StepPacker, rows: list[Row]) -> Packs:
         loss_mask=[batch.loss_mask_T.tolist() for batch in batches],
         boundaries=[batch.cu_seqlens.tolist() for batch in batches],
         is_dummy=[batch.is_dummy for batch in batches],
-        places=list(step.places or []),
+        places=list(step.places),
         rows=[_rows_of(share) for share in shares],
         figures=asdict(step.figures),
         lost=dict(step.lost.counts),
@@ -248,9 +263,9 @@ def _rows_of(share: PackShare) -> list[tuple[int, int, float]]:
     return list(zip(*(column.tolist() for column in columns if column is not None), strict=True))
 
 
-def members_of_groups(sizes: tuple[int, ...], ranks: int) -> dict[int, list[int] | None]:
-    """Make the groups among the first `ranks` of the pool's ranks; which of them share this one's groups, by size."""
-    groups = ContextGroups(list(range(ranks)), sizes)
+def members_of_groups(sizes: tuple[int, ...], rows: list[list[int]]) -> dict[int, list[int] | None]:
+    """Make the groups in `rows` of the pool's ranks; which ranks share this one's groups, by size."""
+    groups = ContextGroups(rows, sizes)
     found: dict[int, list[int] | None] = {}
     for size in sizes:
         try:
@@ -262,7 +277,7 @@ def members_of_groups(sizes: tuple[int, ...], ranks: int) -> dict[int, list[int]
             continue
         total = torch.tensor([1 << dist.get_rank()])
         dist.all_reduce(total, group=group)
-        found[size] = [rank for rank in range(ranks) if int(total) >> rank & 1]
+        found[size] = [rank for rank in range(dist.get_world_size()) if int(total) >> rank & 1]
     return found
 
 
@@ -402,25 +417,29 @@ def plain_share(share: PackShare) -> dict[str, Any]:
 def share(
     layout: Layout,
     packs: list[Made],
-    cp: tuple[int, int],
+    places: list[tuple[int, int]],
     figures: list[float],
     failure: str | None = None,
 ) -> tuple[str, Any]:
-    """What this rank gets of `packs`, which only the source makes. Ranks outside the layout get None."""
+    """What this rank gets of `packs`, which only the source makes. Ranks outside the layout get None.
+
+    `places`: of each pack, the ranks that share it and which of them the layout's are.
+    """
     groups = _groups_of(layout)  # made by all ranks together
     rank = dist.get_rank()
     if rank not in layout.ranks:
         return "outside", None
-    place = _place(layout, groups, rank, cp)
+    here = _place(layout, groups, rank)
     mine, numbers = None, [0.0] * len(figures)
     if rank == layout.source and failure is None:
-        mine, numbers = [pack.share(*cp) for pack in packs], figures
+        mine = [pack.share(*place) for pack, place in zip(packs, places, strict=True)]
+        numbers = figures
     error = None if failure is None or rank != layout.source else ValueError(failure)
     calls: list[tuple[str, int]] = []
     with contextlib.ExitStack() as stack:
         for name in ("broadcast", "send", "recv"):
             stack.enter_context(mock.patch.object(broadcast.dist, name, _noted(getattr(dist, name), name, calls)))
-        kind, answer = outcome(lambda: broadcast.share_packs(mine, numbers, place, failure=error))
+        kind, answer = outcome(lambda: broadcast.share_packs(mine, numbers, here, failure=error))
     if kind != "returned":
         return kind, answer
     shares, numbers = answer
@@ -443,9 +462,7 @@ def _groups_of(layout: Layout) -> dict[tuple[int, ...], Any]:
     return {ranks: dist.new_group(list(ranks)) for ranks in dict.fromkeys([layout.ranks, *stages, *pipelines])}
 
 
-def _place(
-    layout: Layout, groups: dict[tuple[int, ...], Any], rank: int, cp: tuple[int, int]
-) -> broadcast.ModelParallel:
+def _place(layout: Layout, groups: dict[tuple[int, ...], Any], rank: int) -> broadcast.ModelParallel:
     stage = layout.stage(rank)
     tp_ranks = layout.ranks[stage * layout.tp : (stage + 1) * layout.tp]
     pp_ranks = layout.ranks[tp_ranks.index(rank) :: layout.tp]
@@ -458,8 +475,6 @@ def _place(
         is_first_stage=stage == 0,
         is_last_stage=stage == layout.pp - 1,
         last_stage=pp_ranks[-1],
-        cp_size=cp[0],
-        cp_rank=cp[1],
         device="cpu",
     )
 

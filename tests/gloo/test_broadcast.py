@@ -37,21 +37,29 @@ def made(*lengths: int, alignment: int = 1) -> Made:
     return Made(samples=tuple(tuple(map(list, zip(*one, strict=True))) for one in rows), alignment=alignment)
 
 
-def share(pool: GlooPool, layout: Layout, packs: list[Made], cp: tuple[int, int]) -> dict[int, Shared]:
-    """What each rank of the layout gets, once checked against the share cut from the pack itself."""
-    answers = dict(enumerate(pool.run(tasks.share, layout, packs, cp, FIGURES)))
+type Place = tuple[int, int]
+
+
+def share(pool: GlooPool, layout: Layout, packs: list[Made], places: Place | list[Place]) -> dict[int, Shared]:
+    """What each rank of the layout gets, once checked against the share cut from the pack itself.
+
+    `places`: of each pack, the ranks that share it and which of them the layout's are; or the same for all.
+    """
+    places = places if isinstance(places, list) else [places] * len(packs)
+    answers = dict(enumerate(pool.run(tasks.share, layout, packs, places, FIGURES)))
     for rank, (kind, shared) in answers.items():
         assert kind == ("returned" if rank in layout.ranks else "outside"), shared
         if rank not in layout.ranks:
             continue
-        assert shared.shares == [expected(pack, layout, rank, cp) for pack in packs]
+        cut = [expected(pack, layout, rank, place) for pack, place in zip(packs, places, strict=True)]
+        assert shared.shares == cut
         assert list(map(float.hex, shared.figures)) == list(map(float.hex, FIGURES))
     return {rank: answers[rank][1] for rank in layout.ranks}
 
 
-def expected(pack: Made, layout: Layout, rank: int, cp: tuple[int, int]) -> dict:
+def expected(pack: Made, layout: Layout, rank: int, place: Place) -> dict:
     """The share with the fields of the rank's stage: tokens on the first, labels and loss mask on the last."""
-    whole = tasks.plain_share(pack.share(*cp))
+    whole = tasks.plain_share(pack.share(*place))
     unused = []
     if layout.stage(rank) != 0:
         unused += ["tokens_R"]
@@ -91,22 +99,20 @@ def test_padded_packs_plain_packs_and_dummies_of_one_step(pool: GlooPool, layout
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[Made], tuple[int, int]]:
-    """Packs of one step under CP 1 to 3: any ids, labels and weights, padded or not, some of them dummies."""
-    cp_size = draw(st.integers(1, 3))
-    alignment = (2 * cp_size if cp_size > 1 else 1) * draw(st.sampled_from([1, 1, 2]))
-    packs = draw(st.lists(st.lists(samples, max_size=3), min_size=1, max_size=4))
-    return [Made(samples=tuple(pack), alignment=alignment) for pack in packs], (
-        cp_size,
-        draw(st.integers(0, cp_size - 1)),
-    )
+def steps(draw: st.DrawFn) -> tuple[list[Made], list[Place]]:
+    """Packs of one step, each shared by 1 to 3 ranks: any ids, labels and weights, padded or not, some dummies."""
+    packs, places = [], []
+    for pack in draw(st.lists(st.lists(samples, max_size=3), min_size=1, max_size=4)):
+        cp_size = draw(st.integers(1, 3))
+        alignment = (2 * cp_size if cp_size > 1 else 1) * draw(st.sampled_from([1, 1, 2]))
+        packs.append(Made(samples=tuple(pack), alignment=alignment))
+        places.append((cp_size, draw(st.integers(0, cp_size - 1))))
+    return packs, places
 
 
 @given(step=steps(), layout=st.sampled_from(list(LAYOUTS.values())))
 @settings(max_examples=120, deadline=None)
-def test_any_packs_arrive_as_they_are_cut(
-    pool: GlooPool, step: tuple[list[Made], tuple[int, int]], layout: Layout
-) -> None:
+def test_any_packs_arrive_as_they_are_cut(pool: GlooPool, step: tuple[list[Made], list[Place]], layout: Layout) -> None:
     share(pool, layout, *step)
 
 
@@ -134,7 +140,7 @@ def test_rows_go_only_where_they_are_used(pool: GlooPool, layout: Layout) -> Non
 
 def failed(pool: GlooPool, layout: Layout, text: str) -> list[str]:
     """What the ranks without packs are told, once the source has raised its own exception."""
-    answers = pool.run(tasks.share, layout, [], (1, 0), FIGURES, text)
+    answers = pool.run(tasks.share, layout, [], [], FIGURES, text)
     assert answers[layout.source] == ("ValueError", text)
     others = [answers[rank] for rank in layout.ranks if rank != layout.source]
     assert [kind for kind, _ in others] == ["PackingError"] * len(others)
@@ -166,14 +172,14 @@ def test_a_file_name_that_is_no_text_does_not_keep_the_others_waiting(pool: Gloo
 
 
 def test_a_step_without_packs_is_shared_too(pool: GlooPool) -> None:
-    share(pool, LAYOUTS["tp2-pp2"], [], (1, 0))
+    share(pool, LAYOUTS["tp2-pp2"], [], [])
 
 
 @pytest.mark.parametrize("text", [None, "disk full"])
 def test_a_single_rank_keeps_its_shares_and_its_failure(pool: GlooPool, text: str | None) -> None:
     alone = Layout(tp=1, ranks=(2,))
     pack = made(7, 2, alignment=4)
-    kind, answer = pool.run(tasks.share, alone, [pack], (2, 1), FIGURES, text)[2]
+    kind, answer = pool.run(tasks.share, alone, [pack], [(2, 1)], FIGURES, text)[2]
     if text is not None:
         assert (kind, answer) == ("ValueError", text)
         return

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_packing.schedule import GroupSizes, Plan, make_plan
+from megatron_packing.topology import Topology
 from tests.gloo import tasks
 from tests.gloo.pool import GlooPool
 from tests.gloo.tasks import Packs, Row
@@ -16,25 +17,31 @@ from tests.gloo.test_step_packer import config, pack_step, rows, shared_out
 pytestmark = pytest.mark.gloo
 
 ON_ONE_RANK = 8
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 1, 2), (3, 1, 1), (3, 1, 3), (4, 1, 1), (4, 1, 2), (4, 1, 4)]
+LAYOUTS += [(1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2), (1, 4, 1), (1, 4, 2)]
+"""DP, CP, ranks of the smallest group. Groups are of DP x CP ranks; those of a replica draw the same."""
 
 
 @given(
     lengths=st.lists(st.one_of(st.integers(1, 4 * ON_ONE_RANK), st.none()), min_size=1, max_size=12),
-    ranks_and_smallest=st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]),
+    layout=st.sampled_from(LAYOUTS),
     max_seqs=st.sampled_from([None, 1, 3]),
+    sequence_parallel=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
 def test_every_sample_arrives_whole_and_once_on_the_ranks_of_its_group(
-    pool: GlooPool, lengths: list[int | None], ranks_and_smallest: tuple[int, int], max_seqs: int | None
+    pool: GlooPool,
+    lengths: list[int | None],
+    layout: tuple[int, int, int],
+    max_seqs: int | None,
+    sequence_parallel: bool,
 ) -> None:
-    ranks, smallest = ranks_and_smallest
-    most = ranks * ON_ONE_RANK
-    drawn = shared_out(
-        rows(*[n and min(n, most) for n in lengths], *[None] * (-len(lengths) % ranks)),
-        ranks,
-    )
-    asked = config(ranks, scheduler="dynamic_cp", smallest_group=smallest, seq_length=most, max_seqs=max_seqs)
-    packs = pack_step(pool, drawn, asked)
+    dp, cp, smallest = layout
+    topology = Topology(dp=dp, cp=cp, tp=2, sequence_parallel=sequence_parallel)
+    most = dp * cp * ON_ONE_RANK
+    drawn = shared_out(rows(*[n and min(n, most) for n in lengths], *[None] * (-len(lengths) % dp)), dp)
+    asked = config(topology, scheduler="dynamic_cp", smallest_group=smallest, seq_length=most, max_seqs=max_seqs)
+    packs = pack_step(pool, [of_replica for of_replica in drawn for _ in range(cp)], asked)
     kept = [row for row in itertools.chain.from_iterable(drawn) if row.dropped is None]
     plan = make_plan(
         [row.length for row in kept],
@@ -97,15 +104,26 @@ def test_ranks_without_a_sample_run_dummies(pool: GlooPool) -> None:
     assert packs[0].figures["targets"] == 0
 
 
-@pytest.mark.parametrize(("ranks", "sizes"), [(4, (1, 2, 4)), (4, (2, 4)), (3, (1, 2, 3))])
-def test_groups_are_blocks_of_neighbours(pool: GlooPool, ranks: int, sizes: tuple[int, ...]) -> None:
-    found = pool.run(tasks.members_of_groups, sizes, ranks)[:ranks]  # all ranks of the job make them together
-    for rank, groups in enumerate(found):
-        expected: dict[int, list[int] | None] = {}
-        for size in sizes:
-            first = rank // size * size
-            if size == 1:
-                expected[size] = None
-            elif first + size <= ranks:
-                expected[size] = list(range(first, first + size))
-        assert groups == expected
+@pytest.mark.parametrize(
+    ("rows_of_ranks", "sizes"),
+    [
+        ([[0, 1, 2, 3]], (1, 2, 4)),
+        ([[0, 1, 2, 3]], (2, 4)),
+        ([[0, 1, 2]], (1, 2, 3)),
+        ([[0, 2], [1, 3]], (1, 2)),  # with 2 TP ranks, or 2 stages
+    ],
+)
+def test_groups_are_blocks_of_neighbours(
+    pool: GlooPool, rows_of_ranks: list[list[int]], sizes: tuple[int, ...]
+) -> None:
+    found = pool.run(tasks.members_of_groups, sizes, rows_of_ranks)  # all ranks of the job make them together
+    for row in rows_of_ranks:
+        for place, rank in enumerate(row):
+            expected: dict[int, list[int] | None] = {}
+            for size in sizes:
+                first = place // size * size
+                if size == 1:
+                    expected[size] = None
+                elif first + size <= len(row):
+                    expected[size] = row[first : first + size]
+            assert found[rank] == expected

@@ -21,9 +21,11 @@ pytestmark = pytest.mark.gloo
 CAPACITY = 8
 
 
-def config(dp: int, **changes: object) -> PackingConfig:
+def config(topology: int | Topology, **changes: object) -> PackingConfig:
+    """Settings for a number of data-parallel ranks, or a topology."""
+    topology = Topology(dp=topology) if isinstance(topology, int) else topology
     values = {"seq_length": CAPACITY, "scheduler": "first_fit", "max_tokens_per_rank": CAPACITY, **changes}
-    return PackingConfig(topology=Topology(dp=dp), **values)  # type: ignore[arg-type]
+    return PackingConfig(topology=topology, **values)  # type: ignore[arg-type]
 
 
 def rows(*lengths: int | None) -> list[Row]:

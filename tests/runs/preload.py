@@ -9,4 +9,8 @@ import megatron.core.tokenizers.text  # noqa: E402  brings transformers, half of
 import megatron.training.training  # noqa: E402, F401  after the CUDA runtime is stood in for
 import torch  # noqa: E402
 
+from megatron_packing.schedule import warm_up  # noqa: E402
+
 torch.set_num_threads(1)  # no thread pool may exist before the fork, and results must not depend on cores
+for scheduler in ("balanced", "dynamic_cp"):
+    warm_up(scheduler)  # numba and the compiled loops, which each rank would load anew

@@ -44,9 +44,10 @@ def note_samples(tokens_BR: torch.Tensor, packed: Any) -> None:
         rows = list(tokens_BR)
     else:
         lengths = packed.cu_seqlens_q.diff().tolist()
-        group = packed.cp_group or parallel_state.get_context_parallel_group()
+        static = packed.local_cp_size is None
+        group = parallel_state.get_context_parallel_group() if static else packed.cp_group  # None: of one rank
         rows = whole_pack(tokens_BR[0], lengths, group).split(lengths)
-        if group.rank() > 0:
+        if group is not None and group.rank() > 0:
             return
     seen["packs"].append([])
     for tokens in rows:
@@ -60,9 +61,9 @@ def note_samples(tokens_BR: torch.Tensor, packed: Any) -> None:
 
 def whole_pack(tokens_R: torch.Tensor, lengths: list[int], group: Any) -> torch.Tensor:
     """All rows of a pack, in its order, from the ranks that share it."""
-    ranks = group.size()
-    if ranks == 1:
+    if group is None or group.size() == 1:
         return tokens_R
+    ranks = group.size()
     parts = [torch.empty_like(tokens_R) for _ in range(ranks)]
     torch.distributed.all_gather(parts, tokens_R.contiguous(), group=group)
     whole = torch.empty(sum(lengths), dtype=tokens_R.dtype)

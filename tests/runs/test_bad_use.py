@@ -18,9 +18,9 @@ FLAGS = {
         f"{PACKED} --sequence-packing-scheduler best",
         ["scheduler is 'best'", "--sequence-packing-scheduler", "dynamic_cp, first_fit"],
     ),
-    "groups that change, with experts": (
-        f"{PACKED} --dynamic-context-parallel --num-experts 2 --moe-token-dispatcher-type alltoall",
-        ["--num-experts 2: not proven with dynamic context parallelism", "Drop one of them"],
+    "groups that change, with another attention": (
+        f"{PACKED} --dynamic-context-parallel --spec tests.runs.specs honouring",
+        ["dynamic_cp with the attention 'spec': proven with ours only", "Use --transformer-impl local"],
     ),
     "capacity below seq-length": (
         "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 32",

@@ -1,107 +1,180 @@
-"""Groups of ranks chosen anew in every microbatch, against Megatron's own unpacked run: the same training."""
+"""Groups of ranks chosen anew in every microbatch, against Megatron's own unpacked run: the same training.
+
+An ordinary run of the tests takes 12 steps of a few layouts, each of which covers several features; `--all-layouts`
+takes 30 steps of all. The unpacked run needs no data parallelism: it sees the same samples without.
+"""
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests import tolerances
-from tests.runs.harness import Runner
-from tests.runs.test_equals_unpacked import PACKED, PADDED, assert_same_training, later_wins
-from tests.runs.test_layouts import rms
+from tests.conftest import LAYOUT_ROWS
+from tests.runs.harness import Run, Runner
+from tests.runs.test_equals_unpacked import PADDED, assert_same_training, later_wins
+from tests.runs.test_layouts import (
+    DISTRIBUTED,
+    EP2,
+    EXPERTS,
+    PP2,
+    RECOMPUTE,
+    SELECTIVE,
+    SP,
+    TP2,
+    VPP,
+    distance,
+    loss_difference,
+    rms,
+)
 
 pytestmark = pytest.mark.run
 
-# A rank holds half of what a sample may have, so that long samples need groups and short ones do not.
-ON_ONE_RANK = 32
-DYNAMIC = f"--use-varlen-dataset --dynamic-context-parallel --max-seqlen-per-dp-cp-rank {ON_ONE_RANK}"
+# Samples have up to 60 tokens. Two ranks hold 44 each, four 24: then every step has groups of several sizes.
+ON_TWO, ON_FOUR = ("--max-seqlen-per-dp-cp-rank 44", "--max-seqlen-per-dp-cp-rank 24")
+DYNAMIC = f"--use-varlen-dataset --dynamic-context-parallel {ON_TWO}"
+DYNAMIC_4 = later_wins(DYNAMIC, ON_FOUR)
+EVALUATED = "--eval-iters 1 --eval-interval 6 --split 80,20,0"
+STEPS, LEARNED = 12, 0.85
+# Without decay, so that few steps teach enough for a difference to be seen. With warm-up: Adam's first steps are the
+# signs of the gradients, and turn rounding into other weights.
+SHORT = f"{EVALUATED} --train-iters {STEPS} --lr-decay-iters {STEPS} --min-lr 1e-2"
+LEARNED_POSITIONS = "--position-embedding-type learned_absolute"
+CP2 = "--context-parallel-size 2"
 
-# Of 4 ranks, each holds a quarter: then there are groups of 1, 2 and 4.
-QUARTER = "--max-seqlen-per-dp-cp-rank 16"
-DYNAMIC_4 = later_wins(DYNAMIC, QUARTER)
 
-# name -> (flags of the packed run alone, flags of both, ranks)
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A layout with groups that change."""
+
+    flags: str = ""
+    """Of both runs."""
+    packed_only: str = ""
+    ranks: int
+    reference_ranks: int = 1
+    usual: bool = False
+    """Whether an ordinary test run includes it."""
+
+
 CASES = {
-    "2 ranks": ("", "", 2),
-    "4 ranks": (QUARTER, "", 4),
-    "learned positions": ("", "--position-embedding-type learned_absolute", 2),
-    "groups of at least 2 ranks, recompute, distributed optimizer, overlap": (
-        "--min-dynamic-context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-        "",
-        4,
+    "DP2": Case(ranks=2, usual=True),
+    "DP4, recompute, distributed optimizer": Case(
+        packed_only=f"{ON_FOUR} {RECOMPUTE} {DISTRIBUTED}", ranks=4, usual=True
     ),
+    "TP2 SP DP2": Case(flags=SP, ranks=4, reference_ranks=2, usual=True),
+    "EP2 CP2, folded": Case(flags=EP2, packed_only=CP2, ranks=2, reference_ranks=2, usual=True),
+    "PP2 DP2, learned positions": Case(flags=f"{PP2} {LEARNED_POSITIONS}", ranks=4, reference_ranks=2, usual=True),
+    "DP4": Case(packed_only=ON_FOUR, ranks=4),
+    "DP4, groups of at least 2": Case(packed_only="--min-dynamic-context-parallel-size 2", ranks=4),
+    "DP2, learned positions": Case(flags=LEARNED_POSITIONS, ranks=2),
+    "DP2, at most 1 sample a pack": Case(packed_only="--thd-max-packed-sequences 1", ranks=2),
+    "TP2 DP2": Case(flags=TP2, ranks=4, reference_ranks=2),
+    "TP2 SP DP2, selective recompute": Case(flags=SP, packed_only=SELECTIVE, ranks=4, reference_ranks=2),
+    "TP2 SP DP2, distributed optimizer": Case(flags=SP, packed_only=DISTRIBUTED, ranks=4, reference_ranks=2),
+    "CP2": Case(packed_only=CP2, ranks=2),
+    "CP2 DP2": Case(packed_only=f"{ON_FOUR} {CP2}", ranks=4),
+    "CP4": Case(packed_only=f"{ON_FOUR} --context-parallel-size 4", ranks=4),
+    "TP2 SP CP2": Case(flags=SP, packed_only=CP2, ranks=4, reference_ranks=2),
+    "PP2 CP2": Case(flags=PP2, packed_only=CP2, ranks=4, reference_ranks=2),
+    "experts, DP2": Case(flags=EXPERTS, ranks=2),
+    "EP2 DP2": Case(flags=EP2, ranks=2, reference_ranks=2),
+    "EP2 DP4": Case(flags=EP2, packed_only=ON_FOUR, ranks=4, reference_ranks=2),
+    "EP2 DP4, distributed optimizer": Case(
+        flags=EP2, packed_only=f"{ON_FOUR} --use-distributed-optimizer", ranks=4, reference_ranks=2
+    ),
+    "EP2 DP2, recompute": Case(flags=EP2, packed_only=RECOMPUTE, ranks=2, reference_ranks=2),
+    "EP2 TP2 SP DP2": Case(flags=f"{EP2} {SP}", ranks=4, reference_ranks=4),
+    "EP2 TP2 SP DP2, experts' TP1": Case(
+        flags=f"{EP2} {SP} --expert-tensor-parallel-size 1", ranks=4, reference_ranks=2
+    ),
+    "EP2 PP2 DP2": Case(flags=f"{EP2} {PP2}", ranks=4, reference_ranks=4),
+    "PP2 DP2, recompute": Case(flags=PP2, packed_only=RECOMPUTE, ranks=4, reference_ranks=2),
+    "PP2 VPP2 DP2": Case(flags=VPP, ranks=4, reference_ranks=2),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_dynamic_cp_equals_unpacked_run(name: str, runner: Runner, chats: Path) -> None:
-    packed_only, both, ranks = CASES[name]
-    reference = runner.train(PADDED, both, data=chats, ranks=ranks)
-    assert_same_training(runner.train(later_wins(DYNAMIC, both, packed_only), data=chats, ranks=ranks), reference)
+def test_dynamic_cp_equals_unpacked_run(name: str, runner: Runner, chats: Path, request: pytest.FixtureRequest) -> None:
+    case, thorough = CASES[name], request.config.getoption("--all-layouts")
+    if not case.usual and not thorough:
+        pytest.skip("not among the usual layouts; --all-layouts runs it")
+    steps = EVALUATED if thorough else SHORT
+    reference = runner.train(later_wins(PADDED, case.flags, steps), data=chats, ranks=case.reference_ranks)
+    flags = later_wins(DYNAMIC, case.flags, case.packed_only, steps)
+    packed = runner.train(flags, data=chats, ranks=case.ranks)
+    if thorough:
+        figures = f"{loss_difference(packed, reference):.1e}", f"{distance(packed, reference):.1e}"
+        request.config.stash.setdefault(LAYOUT_ROWS, []).append((f"{name}, groups that change", case.ranks, *figures))
+    assert_same_training(packed, reference, *((30, 0.7) if thorough else (STEPS, LEARNED)))
+    mine, theirs = map(validation_losses, (packed, reference))
+    assert len(mine) == len(theirs) >= 2
+    assert mine == pytest.approx(theirs, abs=2 * tolerances.LOSS_PER_ITERATION * max(theirs))  # printed with 7 digits
 
 
-def test_long_samples_were_shared_and_short_ones_were_not(runner: Runner, chats: Path) -> None:
+def validation_losses(run: Run) -> list[float]:
+    return [float(x) for x in re.findall(r"validation loss at iteration \d+ .*?lm loss value: (\S+)", run.log)]
+
+
+@pytest.fixture
+def on_two(runner: Runner, chats: Path) -> Run:
+    return runner.train(later_wins(DYNAMIC, SHORT), data=chats, ranks=2)
+
+
+@pytest.fixture
+def on_four(runner: Runner, chats: Path) -> Run:
+    flags = later_wins(DYNAMIC, CASES["DP4, recompute, distributed optimizer"].packed_only, SHORT)
+    return runner.train(flags, data=chats, ranks=4)
+
+
+def test_long_samples_were_shared_and_short_ones_were_not(on_two: Run, on_four: Run) -> None:
     """Or equality would say little. A pack is noted once, on the first rank of its group."""
-    words = [[m["content"].split() for m in json.loads(row)["messages"]] for row in chats.read_text().splitlines()]
-    assert max(sum(map(len, row)) for row in words[:240]) > ON_ONE_RANK + 1
-    for ranks, flags in ((2, DYNAMIC), (4, DYNAMIC_4)):
-        run = runner.train(flags, data=chats, ranks=ranks)
+    for run in (on_two, on_four):
         noted = [[len(packs) for packs in step.packs] for step in run.iterations]
         assert all(of_rank[0] > 0 for of_rank in noted)
         assert any(of_rank[1] < of_rank[0] for of_rank in noted), "no pack was shared"
         assert any(of_rank[1] > 0 for of_rank in noted), "every pack was shared"
     assert any(of_rank[2] < of_rank[0] for of_rank in noted), "no pack was shared by all four"
     assert any(of_rank[1] < of_rank[2] for of_rank in noted), "no pack was shared by the first two alone"
-    assert "each microbatch has groups of 1, 2, 4 ranks, chosen by an algorithm of our own" in run.log
+    assert "each microbatch has groups of 1, 2, 4 ranks, chosen by an algorithm of our own" in on_four.log
 
 
-def test_flops_are_counted_once_a_sample(runner: Runner, chats: Path) -> None:
-    static = runner.train(PACKED, data=chats)
-    for ranks, flags in ((2, DYNAMIC), (4, DYNAMIC_4)):
-        run = runner.train(flags, data=chats, ranks=ranks)
-        for mine, theirs in zip(run.iterations, static.iterations, strict=True):
-            assert theirs.real_tokens
-            assert (mine.real_tokens, mine.squared_lengths) == (theirs.real_tokens, theirs.squared_lengths)
+def test_flops_are_counted_once_a_sample(runner: Runner, chats: Path, on_two: Run, on_four: Run) -> None:
+    folded = CASES["EP2 CP2, folded"]
+    shared = runner.train(later_wins(DYNAMIC, folded.flags, folded.packed_only, SHORT), data=chats, ranks=2)
+    rows = [json.loads(row)["messages"] for row in chats.read_text().splitlines()]
+    lengths = [sum(len(turn["content"].split()) for turn in row) for row in rows]
+    for run in (on_two, on_four, shared):
+        for number, step in enumerate(run.iterations):
+            drawn = lengths[8 * number : 8 * number + 8]
+            assert (step.real_tokens, step.squared_lengths) == (sum(drawn), sum(n * n for n in drawn))
 
 
-def test_two_runs_are_bit_equal(runner: Runner, chats: Path) -> None:
-    again = f"{DYNAMIC_4} --packing-log-interval 7"  # any flag that changes nothing makes it another run
-    first, second = (runner.train(flags, data=chats, ranks=4) for flags in (DYNAMIC_4, again))
-    assert first.iterations == second.iterations
+def test_two_runs_are_bit_equal(runner: Runner, chats: Path, on_four: Run) -> None:
+    flags = later_wins(DYNAMIC, CASES["DP4, recompute, distributed optimizer"].packed_only, SHORT, "--exit-interval 4")
+    assert runner.train(flags, data=chats, ranks=4).iterations == on_four.iterations[:4]
 
 
-def test_resumed_run_is_the_uninterrupted_run(runner: Runner, chats: Path, tmp_path: Path) -> None:
-    six = "--train-iters 6 --lr-decay-iters 6"
+def test_resumed_run_is_the_uninterrupted_run(runner: Runner, chats: Path, tmp_path: Path, on_two: Run) -> None:
     saving = f"--save {tmp_path} --save-interval 3 --exit-interval 3 --ckpt-format torch_dist"
-    whole = runner.train(DYNAMIC, six, data=chats, ranks=2)
-    first = runner.train(DYNAMIC, six, saving, data=chats, ranks=2)
-    second = runner.train(DYNAMIC, six, f"--load {tmp_path}", data=chats, ranks=2)
-    assert first.iterations + second.iterations == whole.iterations
+    first = runner.train(later_wins(DYNAMIC, SHORT, saving), data=chats, ranks=2)
+    second = runner.train(later_wins(DYNAMIC, SHORT, f"--load {tmp_path} --exit-interval 6"), data=chats, ranks=2)
+    assert first.iterations + second.iterations == on_two.iterations[:6]
 
 
-def test_bf16_error_is_that_of_the_unpacked_run(runner: Runner, chats: Path) -> None:
+def test_bf16_error_is_that_of_the_unpacked_run(runner: Runner, chats: Path, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--all-layouts"):
+        pytest.skip("--all-layouts runs bf16")
     packed = runner.train(DYNAMIC, "--bf16", data=chats, ranks=2)
-    exact, plain = (runner.train(PADDED, flags, data=chats, ranks=2) for flags in ("", "--bf16"))
+    exact, plain = (runner.train(PADDED, flags, data=chats) for flags in ("", "--bf16"))
     assert rms(packed, exact) <= tolerances.BF16_ERROR_FACTOR * rms(plain, exact)
 
 
-def test_evaluation_and_a_step_without_targets(runner: Runner, chats: Path) -> None:
-    steps = "--train-iters 8 --lr-decay-iters 8 --eval-iters 2 --eval-interval 4 --split 80,20,0"
-    masked = "--packing-dataset tests.runs.datasets:MaskedSteps"
-    run = runner.train(later_wins(DYNAMIC.removeprefix("--use-varlen-dataset"), masked, steps), data=chats, ranks=2)
-    assert [step.iteration for step in run.iterations if step.skipped] == [3, 7]
+def test_a_step_without_targets_leaves_the_weights_alone(runner: Runner, chats: Path) -> None:
+    masked = "--packing-dataset tests.runs.datasets:MaskedSteps --exit-interval 4"
+    flags = later_wins(DYNAMIC.removeprefix("--use-varlen-dataset"), SHORT, masked)
+    run = runner.train(flags, data=chats, ranks=2)
+    assert [step.skipped for step in run.iterations] == [False, False, True, False]
     assert run.iterations[2].state == run.iterations[1].state
-    mine, theirs = (
-        [
-            float(x)
-            for x in re.findall(
-                r"validation loss at iteration \d+ .*?lm loss value: (\S+)",
-                runner.train(later_wins(flags, steps), data=chats, ranks=2).log,
-            )
-        ]
-        for flags in (DYNAMIC, PADDED)
-    )
-    assert len(mine) == len(theirs) >= 2
-    assert mine == pytest.approx(theirs, abs=2 * tolerances.LOSS_PER_ITERATION * max(theirs))  # printed with 7 digits
+    assert run.iterations[3].state != run.iterations[2].state

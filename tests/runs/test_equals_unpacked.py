@@ -45,7 +45,8 @@ def test_packed_run_equals_unpacked_run(name: str, runner: Runner, chats: Path) 
     assert_same_training(packed, reference)
 
 
-def assert_same_training(packed: Run, reference: Run, iterations: int = 30) -> None:
+def assert_same_training(packed: Run, reference: Run, iterations: int = 30, learned: float = 0.7) -> None:
+    """The same samples, losses and weights; `learned`: the last loss over the first is at most that."""
     assert len(packed.losses) == len(reference.losses) == iterations
     for mine, theirs in zip(packed.iterations, reference.iterations, strict=True):
         assert mine.iteration == theirs.iteration
@@ -56,7 +57,7 @@ def assert_same_training(packed: Run, reference: Run, iterations: int = 30) -> N
         assert theirs.loss is not None
         limit = tolerances.LOSS_PER_ITERATION * max(1.0, theirs.loss)
         assert abs(mine.loss - theirs.loss) <= limit, f"iteration {mine.iteration}: {mine.loss} against {theirs.loss}"
-    assert reference.losses[-1] < 0.7 * reference.losses[0], "the model must have learned, or equality says little"
+    assert reference.losses[-1] < learned * reference.losses[0], "the model must have learned, or equality says little"
     assert packed.weights.keys() == reference.weights.keys()
     for name, weight in packed.weights.items():
         distance = (weight - reference.weights[name]).norm() / reference.weights[name].norm()

@@ -102,9 +102,7 @@ def test_layout_equals_its_unpacked_run(name: str, runner: Runner, chats: Path, 
     packed = runner.train(later_wins(PACKED, layout.flags, layout.packed_only), data=chats, ranks=layout.ranks)
     reference = unpacked_run(layout, runner, chats)
     rows = request.config.stash.setdefault(LAYOUT_ROWS, [])
-    rows.append(
-        (name, layout.ranks, f"{_loss_difference(packed, reference):.1e}", f"{_distance(packed, reference):.1e}")
-    )
+    rows.append((name, layout.ranks, f"{loss_difference(packed, reference):.1e}", f"{distance(packed, reference):.1e}"))
     assert_same_training(packed, reference)
 
 
@@ -158,12 +156,12 @@ def unpacked_run(layout: Layout, runner: Runner, chats: Path, more: str = "") ->
     return runner.train(later_wins(PADDED, without_cp, more), data=chats, ranks=ranks)
 
 
-def _loss_difference(packed: Run, reference: Run) -> float:
+def loss_difference(packed: Run, reference: Run) -> float:
     pairs = zip(packed.losses, reference.losses, strict=True)
     return max(abs(mine - theirs) / max(1.0, theirs) for mine, theirs in pairs)
 
 
-def _distance(packed: Run, reference: Run) -> float:
+def distance(packed: Run, reference: Run) -> float:
     return max(
         float((weight - reference.weights[name]).norm() / reference.weights[name].norm())
         for name, weight in packed.weights.items()

@@ -203,9 +203,27 @@ def test_dynamic_context_parallelism(
     assert "each microbatch has groups of 2, 4 ranks, chosen by an algorithm of our own" in said
 
 
-def test_ranks_hold_an_even_number_of_tokens_unless_told(parser: argparse.ArgumentParser) -> None:
-    config, _ = _settled(parser, f"{DYNAMIC} --seq-length 15")
-    assert config.max_tokens_per_rank == 16
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        ("", 16),  # of a sample of 15 tokens, a group of several ranks has two chunks on each
+        ("--tensor-model-parallel-size 2", 16),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 16),  # whose halves are cut in two once more
+        ("--tensor-model-parallel-size 4 --sequence-parallel", 16),
+        ("--context-parallel-size 2", 8),
+        ("--context-parallel-size 4 --tensor-model-parallel-size 2 --sequence-parallel", 4),
+        ("--pipeline-model-parallel-size 2 --num-experts 4 --moe-token-dispatcher-type alltoall", 16),
+    ],
+)
+def test_a_rank_holds_as_many_tokens_as_every_size_of_group_can_fill_unless_told(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, flags: str, tokens: int
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config, _ = _settled(parser, f"{DYNAMIC} --seq-length 15 {flags}")
+    assert config.max_tokens_per_rank == tokens
+    ranks = config.topology.dp * config.topology.cp
+    assert config.capacity == ranks * tokens
+    assert all(tokens * size % config.topology.alignment_of(size) == 0 for size in (1, 2, 4, 8) if size <= ranks)
 
 
 @pytest.mark.parametrize(
@@ -213,10 +231,7 @@ def test_ranks_hold_an_even_number_of_tokens_unless_told(parser: argparse.Argume
     [
         ("--min-dynamic-context-parallel-size 3", "is 3; it must divide the 4 DP x CP ranks"),
         ("--min-dynamic-context-parallel-size 0", "is 0; it counts ranks"),
-        ("--context-parallel-size 2", "--context-parallel-size 2: it forms its groups of all"),
-        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: not proven"),
-        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: not proven"),
-        ("--num-experts 4 --moe-token-dispatcher-type alltoall", "--num-experts 4: not proven"),
+        ("--context-parallel-size 2 --min-dynamic-context-parallel-size 3", "must divide the 4 DP x CP ranks"),
         ("--transformer-impl transformer_engine", "attention 'te': proven with ours only"),
         ("--spec a b", "attention 'spec': proven with ours only"),
         ("--packing-dataset preference", "--packing-dataset preference: 2 samples of a row"),
