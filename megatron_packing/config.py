@@ -419,8 +419,8 @@ _PACKED = (
     ),
     _refuse(
         "cuda_graph_impl",
-        "--cuda-graph-impl {value}: graphs are not proven for packs, which differ in shape, nor for packs of one shape. "
-        "Set it to none.",
+        "--cuda-graph-impl {value}: graphs are not proven for packs, which differ in shape, nor for packs of one "
+        "shape. Set it to none.",
         lambda value: value not in (None, "none"),
     ),
     _refuse("enable_cuda_graph", "--enable-cuda-graph: graphs are not proven for packs of any shape. Drop the flag."),
