@@ -404,12 +404,14 @@ _PACKED = (
     ),
     _refuse(
         "cuda_graph_impl",
-        "--cuda-graph-impl {value}: packs differ in shape from step to step, CUDA graphs need fixed shapes. Set it to "
-        "none.",
+        "--cuda-graph-impl {value}: graphs are not proven for packs, which differ in shape, nor for packs of one "
+        "shape. Set it to none.",
         lambda value: value not in (None, "none"),
     ),
-    _refuse("enable_cuda_graph", "--enable-cuda-graph: packs differ in shape, CUDA graphs do not. Drop the flag."),
-    _refuse("external_cuda_graph", "--external-cuda-graph: packs differ in shape, CUDA graphs do not. Drop the flag."),
+    _refuse("enable_cuda_graph", "--enable-cuda-graph: graphs are not proven for packs of any shape. Drop the flag."),
+    _refuse(
+        "external_cuda_graph", "--external-cuda-graph: graphs are not proven for packs of any shape. Drop the flag."
+    ),
     _refuse(
         "overlap_moe_expert_parallel_comm",
         "--overlap-moe-expert-parallel-comm: its forward step drops the samples' boundaries. Drop the flag.",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_packing.config import ATTENTION_BACKENDS, check_megatron_flags
+from megatron_packing.config import ATTENTION_BACKENDS, FP8_ROWS, check_megatron_flags
 from megatron_packing.errors import ConfigError
 from megatron_packing.mcore.te_versions import CP_COMM_TYPES, CP_WITH_WINDOW, LARGEST_LOGIT, NEEDED, SINKS
 
@@ -71,6 +71,8 @@ class Feature:
         return words
 
 
+_UNPROVEN_FP8 = "alignment is tested, training was never run"
+
 FEATURES: tuple[Feature, ...] = (
     Feature(
         name="sdpa",
@@ -82,8 +84,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         name="varlen",
         title="our attention: torch.nn.attention.varlen",
-        torch="2.10",
-        device=True,
+        torch="2.12",
+        capability=(8, 0),
         backend="varlen",
         note="bf16 on CUDA; --transformer-impl local",
     ),
@@ -155,6 +157,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         name="fp8",
         title="FP8, delayed or tensorwise scaling",
+        note=f"{_UNPROVEN_FP8}; packs in multiples of {FP8_ROWS['delayed']} rows a rank",
         transformer_engine=_ENGINE.since_text,
         capability=(8, 9),
         flags={"fp8": "hybrid", "fp8_recipe": "delayed"},
@@ -162,6 +165,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         name="fp8_blockwise",
         title="FP8, blockwise scaling",
+        note=f"{_UNPROVEN_FP8}; packs in multiples of {FP8_ROWS['blockwise']} rows a rank",
         transformer_engine="2.3",
         capability=(9, 0),
         cuda="12.9",
@@ -170,6 +174,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         name="mxfp8",
         title="MXFP8",
+        note=f"{_UNPROVEN_FP8}; packs in multiples of {FP8_ROWS['mxfp8']} rows a rank",
         transformer_engine=_ENGINE.since_text,
         capability=(10, 0),
         below_capability=(12, 0),
