@@ -133,6 +133,8 @@ class PackingConfig:
 
     def rows_of(self, padded: int) -> int:
         """Rows that run of a pack whose samples, or dummy, have `padded` rows."""
+        if self.smallest_group is not None:  # whole units of its own group's alignment already, and no more is asked
+            return padded
         multiple = self._rows_multiple
         return -(-padded // multiple) * multiple
 
