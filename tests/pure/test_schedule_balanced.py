@@ -292,3 +292,89 @@ def test_after_warming_up_no_step_waits_for_the_compiler() -> None:
         make_plan(long_tailed(1), "balanced", Topology(dp=4), 8192, balance=balance)
         make_plan([9, 7, 6, 6, 5, 5, 2], "balanced", max_tokens_per_rank=20, max_seqs=4, balance=balance)
     assert [len(loop.signatures) for loop in loops] == [1] * len(loops)  # type: ignore[attr-defined]
+
+
+# The loops, against plain ones
+
+
+def plain_rows(tokens, costs, rows, ranks, capacity, most, looseness, cheapest):  # type: ignore[no-untyped-def]
+    """`fill_rows` without richness, looking at every waiting sample and every bin of the row."""
+    room, paid, seats = [capacity] * (rows * ranks), [0] * (rows * ranks), [most] * (rows * ranks)
+    bin_of = [-1] * len(tokens)
+    for row in range(rows):
+        waiting = [i for i in range(len(tokens)) if bin_of[i] < 0]
+        if not waiting:
+            break
+        unpaid, last = sum(costs[i] for i in waiting), row == rows - 1
+        ceiling = max(costs[waiting[0]], int(min(looseness * unpaid / (ranks * (rows - row)), unpaid)))
+        for i in waiting:
+            takes = [
+                ((paid if cheapest or last else room)[b], b)
+                for b in range(row * ranks, row * ranks + ranks)
+                if seats[b] and tokens[i] <= room[b] and (last or paid[b] + costs[i] <= ceiling)
+            ]
+            if takes:
+                b = bin_of[i] = min(takes)[1]
+                room[b], paid[b], seats[b] = room[b] - tokens[i], paid[b] + costs[i], seats[b] - 1
+    return bin_of
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.integers(1, 30), min_size=12, max_size=30),
+    st.integers(2, 3),
+    st.integers(2, 4),
+    st.integers(1, 9),
+    st.sampled_from([1.0, 1.2, 2.0, 1e9]),
+    st.booleans(),
+)
+def test_rows_are_filled_as_by_looking_everywhere(
+    lengths: list[int], rows: int, ranks: int, most: int, looseness: float, cheapest: bool
+) -> None:
+    from megatron_packing.schedule.lockstep import ANY, fill_rows
+
+    tokens = np.sort(lengths)[::-1].copy()
+    costs = tokens * tokens + 5 * tokens
+    got, cost, _ = fill_rows(tokens, costs, rows, ranks, 40, most, looseness, ANY, cheapest)
+    assert got.tolist() == plain_rows(tokens.tolist(), costs.tolist(), rows, ranks, 40, most, looseness, cheapest)
+    assert (cost < 0) == (got.min() < 0)
+
+
+def trades_that_help(tokens, costs, bin_of, ranks, bins, capacity, most):  # type: ignore[no-untyped-def]
+    """Every trade of `trade` by which the dearer of two ranks, one of them the dearest, would get cheaper."""
+    held = [[i for i in range(len(tokens)) if bin_of[i] == b] for b in range(ranks * bins)]
+    room = [capacity - sum(tokens[i] for i in samples) for samples in held]
+    paid = [sum(costs[i] for b in range(r * bins, r * bins + bins) for i in held[b]) for r in range(ranks)]
+    dearest = paid.index(max(paid))
+    for i in (i for b in range(dearest * bins, dearest * bins + bins) for i in held[b]):
+        home = bin_of[i]
+        for b in (b for b in range(ranks * bins) if b // bins != dearest):
+            gap = paid[dearest] - paid[b // bins]
+            swaps = [(k,) for k in held[b]] + [()] * (len(held[home]) > 1 and len(held[b]) < most)
+            for k in held[b]:
+                fits = [m for m in held[b] if m > k and tokens[i] - tokens[k] - tokens[m] <= room[b]]
+                if fits and len(held[home]) < most:
+                    swaps.append((k, max(fits)))
+            for gets in swaps:
+                short, moves = tokens[i] - sum(tokens[k] for k in gets), costs[i] - sum(costs[k] for k in gets)
+                if -room[home] <= short <= room[b] and 0 < moves < gap:
+                    yield i, gets
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 30), min_size=8, max_size=24), st.integers(2, 3), st.integers(1, 3), st.integers(8, 12))
+def test_trading_goes_on_while_a_trade_helps(lengths: list[int], ranks: int, bins: int, most: int) -> None:
+    from megatron_packing.schedule.step import fill_ranks, trade
+
+    tokens = np.sort(lengths)[::-1].copy()
+    costs = tokens * tokens
+    capacity = int(tokens.sum()) // (ranks * bins) + 12
+    bin_of = fill_ranks(tokens, costs, np.arange(len(tokens)) * ranks // len(tokens), ranks, bins, capacity, most)
+    assume(bin_of.min() >= 0)
+    instance = tokens.tolist(), costs.tolist()
+    event(f"something to trade: {any(True for _ in trades_that_help(*instance, bin_of, ranks, bins, capacity, most))}")
+    dearest = trade(tokens, costs, bin_of, ranks, bins, capacity, most, 0, 10**6)
+    assert dearest == np.bincount(bin_of // bins, weights=costs).max()
+    assert (np.bincount(bin_of, weights=tokens) <= capacity).all()
+    assert (np.bincount(bin_of) <= most).all()
+    assert not list(trades_that_help(*instance, bin_of, ranks, bins, capacity, most))
