@@ -96,14 +96,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_dynamic_cp_equals_unpacked_run(name: str, runner: Runner, chats: Path, request: pytest.FixtureRequest) -> None:
+def test_dynamic_cp_equals_unpacked_run(
+    name: str, runner: Runner, chats: Path, few_chats: Path, request: pytest.FixtureRequest
+) -> None:
     case, thorough = CASES[name], request.config.getoption("--all-layouts")
     if not case.usual and not thorough:
         pytest.skip("not among the usual layouts; --all-layouts runs it")
-    steps = EVALUATED if thorough else SHORT
-    reference = runner.train(later_wins(PADDED, case.flags, steps), data=chats, ranks=case.reference_ranks)
+    steps, data = (EVALUATED, chats) if thorough else (SHORT, few_chats)
+    reference = runner.train(later_wins(PADDED, case.flags, steps), data=data, ranks=case.reference_ranks)
     flags = later_wins(DYNAMIC, case.flags, case.packed_only, steps)
-    packed = runner.train(flags, data=chats, ranks=case.ranks)
+    packed = runner.train(flags, data=data, ranks=case.ranks)
     if thorough:
         figures = f"{loss_difference(packed, reference):.1e}", f"{distance(packed, reference):.1e}"
         request.config.stash.setdefault(LAYOUT_ROWS, []).append((f"{name}, groups that change", case.ranks, *figures))
@@ -117,15 +119,23 @@ def validation_losses(run: Run) -> list[float]:
     return [float(x) for x in re.findall(r"validation loss at iteration \d+ .*?lm loss value: (\S+)", run.log)]
 
 
-@pytest.fixture
-def on_two(runner: Runner, chats: Path) -> Run:
-    return runner.train(later_wins(DYNAMIC, SHORT), data=chats, ranks=2)
+@pytest.fixture(scope="session")
+def few_chats(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As many as the short runs train and evaluate on: each of them reads the whole file at its start."""
+    path = tmp_path_factory.mktemp("data") / "few_chats.jsonl"
+    path.write_text("".join(chats.read_text().splitlines(keepends=True)[: 10 * STEPS + 20]))
+    return path
 
 
 @pytest.fixture
-def on_four(runner: Runner, chats: Path) -> Run:
+def on_two(runner: Runner, few_chats: Path) -> Run:
+    return runner.train(later_wins(DYNAMIC, SHORT), data=few_chats, ranks=2)
+
+
+@pytest.fixture
+def on_four(runner: Runner, few_chats: Path) -> Run:
     flags = later_wins(DYNAMIC, CASES["DP4, recompute, distributed optimizer"].packed_only, SHORT)
-    return runner.train(flags, data=chats, ranks=4)
+    return runner.train(flags, data=few_chats, ranks=4)
 
 
 def test_long_samples_were_shared_and_short_ones_were_not(on_two: Run, on_four: Run) -> None:
@@ -140,10 +150,10 @@ def test_long_samples_were_shared_and_short_ones_were_not(on_two: Run, on_four: 
     assert "each microbatch has groups of 1, 2, 4 ranks, chosen by an algorithm of our own" in on_four.log
 
 
-def test_flops_are_counted_once_a_sample(runner: Runner, chats: Path, on_two: Run, on_four: Run) -> None:
+def test_flops_are_counted_once_a_sample(runner: Runner, few_chats: Path, on_two: Run, on_four: Run) -> None:
     folded = CASES["EP2 CP2, folded"]
-    shared = runner.train(later_wins(DYNAMIC, folded.flags, folded.packed_only, SHORT), data=chats, ranks=2)
-    rows = [json.loads(row)["messages"] for row in chats.read_text().splitlines()]
+    shared = runner.train(later_wins(DYNAMIC, folded.flags, folded.packed_only, SHORT), data=few_chats, ranks=2)
+    rows = [json.loads(row)["messages"] for row in few_chats.read_text().splitlines()]
     lengths = [sum(len(turn["content"].split()) for turn in row) for row in rows]
     for run in (on_two, on_four, shared):
         for number, step in enumerate(run.iterations):
@@ -151,15 +161,15 @@ def test_flops_are_counted_once_a_sample(runner: Runner, chats: Path, on_two: Ru
             assert (step.real_tokens, step.squared_lengths) == (sum(drawn), sum(n * n for n in drawn))
 
 
-def test_two_runs_are_bit_equal(runner: Runner, chats: Path, on_four: Run) -> None:
+def test_two_runs_are_bit_equal(runner: Runner, few_chats: Path, on_four: Run) -> None:
     flags = later_wins(DYNAMIC, CASES["DP4, recompute, distributed optimizer"].packed_only, SHORT, "--exit-interval 4")
-    assert runner.train(flags, data=chats, ranks=4).iterations == on_four.iterations[:4]
+    assert runner.train(flags, data=few_chats, ranks=4).iterations == on_four.iterations[:4]
 
 
-def test_resumed_run_is_the_uninterrupted_run(runner: Runner, chats: Path, tmp_path: Path, on_two: Run) -> None:
+def test_resumed_run_is_the_uninterrupted_run(runner: Runner, few_chats: Path, tmp_path: Path, on_two: Run) -> None:
     saving = f"--save {tmp_path} --save-interval 3 --exit-interval 3 --ckpt-format torch_dist"
-    first = runner.train(later_wins(DYNAMIC, SHORT, saving), data=chats, ranks=2)
-    second = runner.train(later_wins(DYNAMIC, SHORT, f"--load {tmp_path} --exit-interval 6"), data=chats, ranks=2)
+    first = runner.train(later_wins(DYNAMIC, SHORT, saving), data=few_chats, ranks=2)
+    second = runner.train(later_wins(DYNAMIC, SHORT, f"--load {tmp_path} --exit-interval 6"), data=few_chats, ranks=2)
     assert first.iterations + second.iterations == on_two.iterations[:6]
 
 
@@ -171,10 +181,10 @@ def test_bf16_error_is_that_of_the_unpacked_run(runner: Runner, chats: Path, req
     assert rms(packed, exact) <= tolerances.BF16_ERROR_FACTOR * rms(plain, exact)
 
 
-def test_a_step_without_targets_leaves_the_weights_alone(runner: Runner, chats: Path) -> None:
+def test_a_step_without_targets_leaves_the_weights_alone(runner: Runner, few_chats: Path) -> None:
     masked = "--packing-dataset tests.runs.datasets:MaskedSteps --exit-interval 4"
     flags = later_wins(DYNAMIC.removeprefix("--use-varlen-dataset"), SHORT, masked)
-    run = runner.train(flags, data=chats, ranks=2)
+    run = runner.train(flags, data=few_chats, ranks=2)
     assert [step.skipped for step in run.iterations] == [False, False, True, False]
     assert run.iterations[2].state == run.iterations[1].state
     assert run.iterations[3].state != run.iterations[2].state
