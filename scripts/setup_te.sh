@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Which Python runs tests/te? Finds or makes .venv-te-VERSION at the root, which sees all of .venv and, besides,
-# Transformer Engine's Python of that version, and prints the path of its interpreter as the last line of standard output.
+# Which Python runs tests/te? Finds or makes .venv-te-VERSION at the root, which sees all of .venv and Transformer
+# Engine's Python of that version, and prints the path of its interpreter as the last line of standard output.
 #
 #     scripts/setup_te.sh VERSION [PYTHON]        VERSION: e.g. 2.20.2; PYTHON: whose packages it sees (default: .venv's)
 #
@@ -21,7 +21,7 @@ main() {
     [[ -n "$python" ]] || python="$("$root/scripts/setup_venv.sh" dev | tail -n 1)"
     local venv="$root/.venv-te-$version"
     local stamp="$venv/installed" seen
-    seen="$("$python" -c 'import sys, sysconfig; print(sysconfig.get_path("purelib"), sys.version)')"
+    seen="$("$python" -c 'import sys, sysconfig; print(sysconfig.get_path("purelib"), sys.version)') einops $EINOPS"
     if [[ ! -f "$stamp" || "$(<"$stamp")" != "$seen" ]]; then
         printf 'setup_te: making .venv-te-%s\n' "$version" >&2
         rm -rf "$venv"

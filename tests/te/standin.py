@@ -7,6 +7,7 @@ other function raises when it is called. `onnx` and `onnxscript` are stood in fo
 export that no test calls.
 """
 
+import contextlib
 import enum
 import functools
 import importlib
@@ -15,12 +16,14 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
-from unittest.mock import MagicMock
+from unittest import mock
 
 import torch
+
+from tests.te import kernels
 
 EXTENSION = "transformer_engine_torch"
 RELEASE = tuple(int(number) for number in metadata.version("transformer-engine").split(".")[:2])
@@ -83,9 +86,12 @@ def install() -> None:
     extension.NVTE_Fused_Attn_Backend = FusedBackend
     extension.get_cudnn_version = lambda: 92400
     extension.convert_thd_to_bshd, extension.convert_bshd_to_thd = convert_thd_to_bshd, convert_bshd_to_thd
+    extension.get_fused_attn_backend = _any_fused_kernel
+    for kernel in kernels.EXTENSION:
+        setattr(extension, kernel.__name__, kernel)
     sys.modules[EXTENSION] = extension
     for name in ("onnx", "onnxscript"):
-        sys.modules[name] = MagicMock(name=name)
+        sys.modules[name] = mock.MagicMock(name=name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         import transformer_engine  # does without its torch part, as its extension is no file
@@ -98,6 +104,28 @@ def install() -> None:
         extension, name
     )
     _believe_tensors_on_cuda()
+    cp = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.context_parallel")
+    cp.fused_attn_fwd, cp.fused_attn_bwd = kernels.fused_attn_fwd, kernels.fused_attn_bwd
+    exchange = cp.flash_attn_p2p_communicate
+    cp.flash_attn_p2p_communicate = lambda *args: [_WaitedOnce(work) for work in exchange(*args)]
+
+
+class _WaitedOnce:
+    """A message that may be waited for again, as NCCL's may; gloo would wait for the next one."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+
+
+def _any_fused_kernel(*args: Any, **kwargs: Any) -> Any:
+    """cuDNN has a kernel for whatever Python has not ruled out."""
+    found = FusedBackend.NVTE_F16_arbitrary_seqlen
+    return (found, "") if RELEASE >= (2, 20) else found
 
 
 def convert_thd_to_bshd(rows: torch.Tensor, cu_seqlens: torch.Tensor, batch: int, longest: int) -> torch.Tensor:
@@ -137,3 +165,25 @@ def _believe_tensors_on_cuda() -> None:
             return forward(self, *args, **kwargs)
 
     DotProductAttention.forward = believing
+
+
+class _Fp32IsHalf:
+    """torch, where a list of 16-bit types has fp32 in it."""
+
+    float16 = torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def fused_in_fp32() -> Iterator[None]:
+    """Transformer Engine takes its fused kernel in fp32, whose rounding hides nothing, as it does in 16 bits."""
+    from transformer_engine.pytorch.attention.dot_product_attention import backends, utils
+
+    choice = (False, None, True, FusedBackend.NVTE_F16_arbitrary_seqlen, False, [False, True, False])
+    with (
+        mock.patch.object(utils, "get_attention_backend", return_value=choice),
+        mock.patch.object(backends, "torch", _Fp32IsHalf()),
+    ):
+        yield
