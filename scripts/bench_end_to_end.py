@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from paired_runs import (
     GLOBAL_BATCH_SIZE,
@@ -24,20 +25,20 @@ from paired_runs import (
     Figures,
     Layout,
     Training,
-    by_iteration,
+    alpaca_lengths,
     data_flags,
     launch_command,
     max_relative_difference,
     median_ratio,
     share_of_waiting,
+    take_turns,
     thread_variables,
     write_samples,
 )
 from rich.console import Console
 from rich.table import Table
-from turns import Run, RunFailed, Turns, leave_on_signals
+from turns import Run, RunFailed, leave_on_signals
 
-LENGTHS = ROOT / "scripts" / "data" / "alpaca_lengths.json"
 SAMPLES = "samples.jsonl"
 PADDED, SORTED = "padded", "sorted"
 
@@ -114,29 +115,18 @@ def measure(seq_length: int, settings: Sequence[Setting], options: argparse.Name
         )
         for layout in layouts
     ]
-    figures = {run.name: Figures() for run in runs}
-    with Turns(runs, thread_variables(options.threads)) as turns:
-        for iteration, rows in by_iteration(turns, runs):
-            for name, row in rows.items():
-                figures[name].turns.append(row)
-            seconds = ", ".join(f"{name} {row['cpu_s']:.2f}" for name, row in rows.items())
-            print(
-                f"seq {seq_length}, iteration {iteration}/{options.iters}, CPU s: {seconds}",
-                file=sys.stderr,
-                flush=True,
-            )
-    return figures
+
+    def tell(iteration: int, rows: Mapping[str, Mapping[str, Any]]) -> None:
+        seconds = ", ".join(f"{name} {row['cpu_s']:.2f}" for name, row in rows.items())
+        said = f"seq {seq_length}, iteration {iteration}/{options.iters}, CPU s: {seconds}"
+        print(said, file=sys.stderr, flush=True)
+
+    return take_turns(runs, thread_variables(options.threads), tell)
 
 
 def packed_name(setting: Setting, scheduler: str) -> str:
     """What the packed run of a setting is called."""
     return f"{setting.name} {scheduler}"
-
-
-def sample_lengths() -> list[int]:
-    """Tokens of each sample, after the shift."""
-    lengths: list[int] = json.loads(LENGTHS.read_text(encoding="utf-8"))["lengths"]
-    return lengths
 
 
 def outcome(setting: Setting, scheduler: str, figures: Mapping[str, Figures], ranks: int) -> Outcome:
@@ -205,7 +195,7 @@ def _at_most_percent(value: float, target: float | None) -> str:
 
 def run_all(options: argparse.Namespace) -> list[Outcome]:
     """Measure the chosen settings; those of one sequence length share their baselines."""
-    write_samples(options.out / SAMPLES, sample_lengths())
+    write_samples(options.out / SAMPLES, alpaca_lengths())
     chosen = [SETTINGS[name] for name in options.settings]
     outcomes: dict[str, list[Outcome]] = {}
     for seq_length in dict.fromkeys(setting.seq_length for setting in chosen):
@@ -260,7 +250,7 @@ def _parse() -> argparse.Namespace:
         "--out", type=Path, default=ROOT / "out" / "bench", metavar="DIR", help="folder for the runs' logs"
     )
     options = parser.parse_args()
-    most = len(sample_lengths()) // GLOBAL_BATCH_SIZE
+    most = len(alpaca_lengths()) // GLOBAL_BATCH_SIZE
     if not 2 <= options.iters <= most:
         parser.error(
             f"--iters {options.iters}: the first is not counted, and there are samples for {most} steps of "

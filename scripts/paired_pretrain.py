@@ -1,6 +1,6 @@
 """Pretrain as examples/pretrain_gpt.py does, one iteration a turn, and say what each iteration took.
 
-Started by the quickstart and by the benchmark, through the real launcher:
+Started by the quickstart, the benchmarks and the check for GPUs, through the real launcher:
 
     python -m megatron_packing.launch scripts/paired_pretrain.py --use-varlen-dataset --data-path FILE.jsonl ...
 
@@ -10,6 +10,7 @@ this process (`--num-workers 0`): that is where samples are counted.
 """
 
 import argparse
+import resource
 import sys
 import time
 import zlib
@@ -44,7 +45,9 @@ class Recorder:
         """The `TokenizedSample`s drawn."""
         self.drawn_lengths: list[int] = []
         """Tokens of each row drawn, 0 where a row was dropped; in the order drawn."""
-        self.slots = self.targets = 0
+        self.slots = 0
+        self.targets: list[torch.Tensor] = []
+        """Of each microbatch; added up after the clocks stop, as reading one would make a GPU wait."""
         self.row_lengths: list[int] = []
         """Slots of each row that ran, for runs that do not pack."""
         self.packed_step: Any = None
@@ -55,13 +58,15 @@ class Recorder:
     def end(self, loss: float) -> dict[str, Any]:
         """Figures of the iteration, over all ranks. Stops the clocks first: what follows is no part of training."""
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        if not draws_for_its_group():
+            self.samples, self.drawn_lengths = [], []
         lengths = self._sequence_lengths()
         sums = summed_over_ranks(
             {
                 "cpu_s": cpu,
                 "slots": self.slots,
                 "real_tokens": sum(self.drawn_lengths),
-                "targets": self.targets,
+                "targets": sum(map(int, self.targets)),
                 "samples": len(self.samples),
                 "truncated": sum(sample.truncated for sample in self.samples),
                 "dropped": self.drawn_lengths.count(0),
@@ -72,7 +77,9 @@ class Recorder:
         )
         flops = flops_of(sums.pop("tokens"), sums.pop("tokens_squared"))
         ranks_cpu_s = gathered_from_ranks([cpu])
-        figures = {"loss": loss, "wall_s": wall, "ranks_cpu_s": ranks_cpu_s, **sums, "flops": flops}
+        memory = max(gathered_from_ranks([peak_memory()]))
+        figures = {"loss": loss, "wall_s": wall, "ranks_cpu_s": ranks_cpu_s, "peak_bytes": memory, **sums}
+        figures["flops"] = flops
         return figures | self._packing_figures()
 
     def _sequence_lengths(self) -> list[int]:
@@ -82,6 +89,8 @@ class Recorder:
         return [length for pack in self._packs() for length in pack]
 
     def _packs(self) -> list[list[int]]:
+        if not draws_for_its_group():
+            return []
         batches = [batch for batch in self.packed_step.batches if not batch.is_dummy]
         return [batch.cu_seqlens_padded.diff().tolist() for batch in batches]
 
@@ -108,11 +117,21 @@ class Recorder:
         return [end - start for start, end in pairwise(self.marks)]
 
 
+def draws_for_its_group() -> bool:
+    """Whether this rank's samples and packs count: context-parallel ranks draw the same ones, and share their packs."""
+    from megatron.core import mpu
+
+    return bool(mpu.get_context_parallel_rank() == 0)
+
+
 def summed_over_ranks(figures: dict[str, float]) -> dict[str, float]:
     """Each figure summed over all ranks; counts stay integers."""
     if dist.get_world_size() == 1:
         return dict(figures)
-    sums = torch.tensor(list(figures.values()), dtype=torch.float64)  # exact for counts up to 2**53
+    from megatron_packing.comm.failures import device_of
+
+    # Exact for counts up to 2**53.
+    sums = torch.tensor(list(figures.values()), dtype=torch.float64, device=device_of())
     dist.all_reduce(sums)
     values = zip(figures, sums.tolist(), strict=True)
     return {name: value if name.endswith("_s") else int(value) for name, value in values}
@@ -125,6 +144,11 @@ def gathered_from_ranks(items: list[Any]) -> list[Any]:
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, items)
     return [item for part in parts for item in part]
+
+
+def peak_memory() -> int:
+    """Bytes that this rank has held at most: allocated on its GPU, or on the CPU the process's own."""
+    return torch.cuda.max_memory_allocated() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def flops_of(tokens: float, tokens_squared: float) -> float:
@@ -171,7 +195,7 @@ def record_slots(recorder: Recorder, script: Any) -> None:
     def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> Any:
         loss, num_tokens, report = original(loss_mask, output_tensor)
         recorder.slots += loss_mask.numel()
-        recorder.targets += int(num_tokens)
+        recorder.targets.append(num_tokens)
         recorder.row_lengths += [loss_mask.shape[1]] * loss_mask.shape[0]
         return loss, num_tokens, report
 
@@ -222,8 +246,10 @@ def take_turns(recorder: Recorder, taker: TurnTaker | None) -> None:
             taker.wait()
         if dist.get_world_size() > 1:
             dist.barrier()  # the other ranks wait here for the one that waits for the turn
+        torch.cuda.synchronize()  # does nothing on the CPU, which is never behind
         recorder.begin()
         result = original(*args, **keywords)
+        torch.cuda.synchronize()
         figures = recorder.end(float(result[0]["lm loss"]))
         if taker is not None:
             taker.report(figures)

@@ -10,7 +10,7 @@ import random
 import shlex
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ MICRO_BATCH_SIZE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A small GPT in the manner of Llama: GQA, SwiGLU, RMSNorm, rotary positions, single precision."""
+    """A small GPT in the manner of Llama: GQA, SwiGLU, RMSNorm, rotary positions."""
 
     layers: int = 4
     hidden: int = 256
@@ -58,20 +58,24 @@ class Layout:
     """What makes the packs."""
     balance: str = "auto"
     """What the scheduler `balanced` keeps small."""
-    stock_attention: bool = False
-    """Megatron's own attention in place of ours; only for runs that do not pack."""
+    attention: str = "sdpa"
+    """Of --packing-attention: ours, Megatron's own (`stock`) where nothing is packed, or Transformer Engine's."""
     sort: bool = False
     """Pad each microbatch to its own longest, after sorting the step's samples by length."""
+    micro_batch_size: int = MICRO_BATCH_SIZE
+    """Rows of a microbatch, of a run that pads."""
+    extra: Sequence[str] = ()
+    """Further flags."""
 
     def flags(self) -> list[str]:
         """Flags of ours and of the training script."""
-        attention = "stock" if self.stock_attention else "sdpa"
-        flags = ["--use-varlen-dataset", "--packing-overlong", "truncate", "--packing-attention", attention]
+        flags = ["--use-varlen-dataset", "--packing-overlong", "truncate", "--packing-attention", self.attention]
         if self.capacity is not None:
             flags += ["--sequence-packing-scheduler", self.scheduler, "--packing-balance", self.balance]
-            return [*flags, "--micro-batch-size", "1", "--max-seqlen-per-dp-cp-rank", str(self.capacity)]
-        flags += ["--varlen-sbhd-validation", "--micro-batch-size", str(MICRO_BATCH_SIZE)]
-        return [*flags, "--sort-microbatches"] if self.sort else flags
+            flags += ["--micro-batch-size", "1", "--max-seqlen-per-dp-cp-rank", str(self.capacity)]
+        else:
+            flags += ["--varlen-sbhd-validation", "--micro-batch-size", str(self.micro_batch_size)]
+        return [*flags, *(["--sort-microbatches"] if self.sort else []), *self.extra]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,7 @@ class Training:
     learning_rate: float = 1e-3
     seed: int = 1234
     model: Model = field(default_factory=Model)
+    device: str = "cpu"
 
     def flags(self, iterations: int) -> list[str]:
         """Megatron's flags; the learning rate follows the whole schedule however many iterations are run."""
@@ -101,15 +106,13 @@ class Training:
         return [*self.model.flags(), *shlex.split(text), *self.data_flags]
 
 
-def launch_command(
-    training: Training, layout: Layout, iterations: int, ranks: int, extra: Sequence[str] = ()
-) -> list[str]:
+def launch_command(training: Training, layout: Layout, iterations: int, ranks: int) -> list[str]:
     """The command line that trains `layout` through the launcher, with torchrun for more than one rank."""
     start = [sys.executable, "-m"]
     if ranks > 1:
         start += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    launcher = ["megatron_packing.launch", "--device", "cpu", str(TRAIN_SCRIPT)]
-    return [*start, *launcher, *training.flags(iterations), *layout.flags(), *extra]
+    launcher = ["megatron_packing.launch", "--device", training.device, str(TRAIN_SCRIPT)]
+    return [*start, *launcher, *training.flags(iterations), *layout.flags()]
 
 
 def thread_variables(threads: int) -> dict[str, str]:
@@ -125,8 +128,15 @@ def cores() -> int:
 
 # --- made-up samples --------------------------------------------------------------------------------------------------
 
+ALPACA_LENGTHS = ROOT / "scripts" / "data" / "alpaca_lengths.json"
 VOCAB_SIZE = 4096
 EOS = VOCAB_SIZE - 1
+
+
+def alpaca_lengths() -> list[int]:
+    """Tokens of each of the alpaca instructions, after the shift."""
+    lengths: list[int] = json.loads(ALPACA_LENGTHS.read_text(encoding="utf-8"))["lengths"]
+    return lengths
 
 
 def write_samples(path: Path, lengths: Sequence[int]) -> None:
@@ -208,6 +218,31 @@ def by_iteration(turns: Turns, runs: Sequence[Run]) -> Iterator[tuple[int, dict[
             check_same_samples(iteration, rows)
             yield iteration, {run.name: rows[run.name] for run in runs if run.name in rows}
             rows = {}
+
+
+def take_turns(
+    runs: Sequence[Run],
+    environment: Mapping[str, str],
+    told: Callable[[int, Mapping[str, Mapping[str, Any]]], None] = lambda iteration, rows: None,
+) -> dict[str, Figures]:
+    """Let the runs take turns to the end.
+
+    Args:
+        runs: what to start.
+        environment: variables for all runs.
+        told: called after each iteration with its number and what each run reported.
+
+    Raises:
+        DifferentSamples: the comparison would mean nothing.
+        RunFailed: a run died.
+    """
+    figures = {run.name: Figures() for run in runs}
+    with Turns(runs, environment) as turns:
+        for iteration, rows in by_iteration(turns, runs):
+            for name, row in rows.items():
+                figures[name].turns.append(row)
+            told(iteration, rows)
+    return figures
 
 
 class DifferentSamples(Exception):

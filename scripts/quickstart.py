@@ -58,18 +58,18 @@ def build_runs(training: Training, options: argparse.Namespace) -> list[Run]:
     save = ["--save", str(checkpoint), "--save-interval", str(options.iters), "--ckpt-format", "torch_dist"]
     stock = min(STOCK_ITERATIONS, options.iters)
     layouts = [
-        (Layout(name=PADDED), options.iters, []),
-        (Layout(name=PACKED, capacity=options.capacity), options.iters, save),
-        (Layout(name=STOCK, stock_attention=True), stock, []),
+        (Layout(name=PADDED), options.iters),
+        (Layout(name=PACKED, capacity=options.capacity, extra=save), options.iters),
+        (Layout(name=STOCK, attention="stock"), stock),
     ]
     return [
         Run(
             name=layout.name,
-            command=launch_command(training, layout, iterations, options.nproc, extra),
+            command=launch_command(training, layout, iterations, options.nproc),
             iterations=iterations,
             log=options.out / f"{layout.name}.log",
         )
-        for layout, iterations, extra in layouts
+        for layout, iterations in layouts
     ]
 
 

@@ -55,7 +55,7 @@ def test_runs_differ_only_in_their_layout():
     layouts = [
         paired.Layout(name="padded"),
         paired.Layout(name="packed", capacity=1024),
-        paired.Layout(name="stock", stock_attention=True),
+        paired.Layout(name="stock", attention="stock"),
     ]
     padded, packed, stock = (paired.launch_command(training, layout, 9, 1) for layout in layouts)
     assert Counter(padded) - Counter(packed) == Counter(["--varlen-sbhd-validation", "4"])  # the micro-batch size
@@ -135,7 +135,7 @@ def test_balance_is_measured_on_a_long_tail():
 
 def test_bench_writes_samples_of_the_stated_lengths(tmp_path):
     path = tmp_path / "samples.jsonl"
-    paired.write_samples(path, bench.sample_lengths())
+    paired.write_samples(path, paired.alpaca_lengths())
     words = [len(json.loads(line)["text"].split()) for line in path.read_text().splitlines()]
-    assert words == bench.sample_lengths()
+    assert words == paired.alpaca_lengths()
     assert len(words) > 900
