@@ -35,10 +35,10 @@ class GatheredLengths:
         """Id of the first sample that `rank` drew; its others follow."""
         return sum(self.counts[:rank])
 
-    def units(self) -> tuple[tuple[int, ...], ...]:
-        """The ids of the samples that must share a pack, in order; of most datasets, each sample alone."""
+    def units(self) -> list[int]:
+        """How many samples, one after the other, must share a pack; of most datasets, each stands alone."""
         starts = [i for i, joined in enumerate(self.joined) if not joined]
-        return tuple(tuple(range(a, b)) for a, b in itertools.pairwise([*starts, len(self.joined)]))
+        return [b - a for a, b in itertools.pairwise([*starts, len(self.joined)])]
 
     def owners(self) -> list[int]:
         """The rank that drew each sample, by id."""

@@ -4,14 +4,17 @@ Megatron asks for the next pack when it is done with the one before, forward and
 packs is that of a microbatch; the last one ends where gradients are finalized. With pipelines or experts ranks wait for
 one another in between, so that the settings refuse both.
 
-The times of all ranks are put together, one rank fits them and all take its numbers: they must plan alike. Cost: two
-clock readings a microbatch, none once they are fitted; on a GPU they are events, waited for once.
+The times of all ranks are put together, one rank fits them and all take its numbers: they must plan alike. What was
+measured and found goes into checkpoints, as a text among Megatron's arguments, so that a resumed run plans as the one
+that did not stop: no two measurements are the same. Cost: two clock readings a microbatch, none once they are fitted;
+after each measured step its times are gathered, for which a GPU is waited for.
 """
 
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +29,22 @@ from megatron_packing.thd import PackShare
 WARM_UP_STEPS = 1
 """First steps that are not measured: memory is allocated and kernels are chosen in them."""
 
-type _Times = tuple[list[Any], list[tuple[int, int]]]
-"""Clock readings around each microbatch of a step, and its tokens and their squares."""
+KEPT_AS = "packing_measured_cost"
+"""The one of Megatron's arguments that is ours and no flag: checkpoints hold all of them."""
+
+type _Row = tuple[int, int, float]
+"""Of a microbatch its tokens, their squares, and milliseconds."""
+
+
+def take_over(saved: Namespace, args: Namespace) -> None:
+    """Let a resumed run know what the run before it had measured.
+
+    Args:
+        saved: the arguments that a checkpoint holds.
+        args: those of this run.
+    """
+    if hasattr(saved, KEPT_AS):
+        setattr(args, KEPT_AS, getattr(saved, KEPT_AS))
 
 
 class CostFitter:
@@ -35,20 +52,32 @@ class CostFitter:
 
     Args:
         steps: how many are measured; 0: nothing is done.
+        layout: what times depend on; a checkpoint's are no use where it differs.
+        store: Megatron's arguments by name; called when they are needed. Every rank's hold the same text of ours.
         clock: reads the time in milliseconds; None: that of the device the process group runs on.
     """
 
-    def __init__(self, steps: int, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        steps: int,
+        *,
+        layout: str,
+        store: Callable[[], MutableMapping[str, Any]],
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self._steps = steps
+        self._layout = layout
+        self._store = store
         self._clock = clock
         self._first: int | None = None
-        """Iteration of the first step."""
+        """Iteration of this process's first step."""
         self._iteration = 0
         self._readings: list[Any] | None = None
-        self._measured: dict[int, _Times] = {}
+        self._measured: dict[int, list[_Row]] = {}
+        """Of each measured step, before a checkpoint too, the microbatches of all ranks."""
 
     def step_begins(self, iteration: int, use: Callable[[CostModel], None], said: Callable[[str], None]) -> None:
-        """Note which step comes; before the first one that is not to be measured, fit. Called on every rank.
+        """Note which step comes; once enough of them are measured, fit. Called on every rank.
 
         A step that Megatron runs again counts once, and is planned as before.
 
@@ -60,9 +89,38 @@ class CostFitter:
         self._iteration = iteration
         if self._first is None:
             self._first = iteration
-        if self._steps and iteration >= self._first + WARM_UP_STEPS + self._steps:
+            self._resume(use, said)
+        if self._steps and len(self._measured.keys() - {iteration}) >= self._steps:
             self._steps = 0
             self._fit(use, said)
+
+    def _resume(self, use: Callable[[CostModel], None], said: Callable[[str], None]) -> None:
+        """Go on from what a checkpoint holds, if it holds anything of ours."""
+        text = self._store().get(KEPT_AS)
+        if text is None:
+            return
+        kept = json.loads(text)
+        if not self._steps:
+            said(
+                "megatron_packing: the checkpoint holds measured costs, which are not used without --packing-fit-cost: "
+                "plans may differ from those of the run that it is of"
+            )
+        elif kept["layout"] != self._layout:
+            said(
+                f"megatron_packing: --packing-fit-cost: the checkpoint's costs were measured with {kept['layout']}, "
+                f"this run has {self._layout}: measured anew"
+            )
+        elif kept["found"] is not None:
+            self._steps = 0
+            self._use(kept["found"], use, said, " (from the checkpoint)")
+        else:
+            self._measured = {int(step): rows for step, rows in kept["measured"].items()}
+            count = sum(map(len, self._measured.values()))
+            said(f"megatron_packing: --packing-fit-cost: {count} microbatches were measured before the checkpoint")
+
+    def _keep(self, found: dict[str, Any] | None = None) -> None:
+        kept = {"layout": self._layout, "measured": self._measured, "found": found}
+        self._store()[KEPT_AS] = json.dumps(kept)
 
     @contextlib.contextmanager
     def timing(self, model: Any, shares: Sequence[PackShare]) -> Iterator[None]:
@@ -89,8 +147,10 @@ class CostFitter:
         finally:
             model.finalize_model_grads_func = finalize
             readings, self._readings = self._readings, None
-        if len(readings) == len(shares) + 1:  # else the script takes packs in its own way
-            self._measured[self._iteration] = readings, [_work_of(share) for share in shares]
+        whole = len(readings) == len(shares) + 1  # else the script takes packs in its own way
+        texts = _gathered(json.dumps(_rows(readings, shares) if whole else []))
+        self._measured[self._iteration] = [row for text in texts for row in json.loads(text)]
+        self._keep()
 
     def mark(self) -> None:
         """A microbatch begins, and with it the one before ends."""
@@ -107,24 +167,35 @@ class CostFitter:
         return time.perf_counter() * 1e3
 
     def _fit(self, use: Callable[[CostModel], None], said: Callable[[str], None]) -> None:
-        group, device = (dist.group.WORLD, device_of()) if dist.is_initialized() else (None, "cpu")
-        texts = all_gather_texts(json.dumps(self._rows()), group=group, device=device)
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        answer = _fitted([row for rows in self._measured.values() for row in rows]) if first else ""
+        found = json.loads(_gathered(answer)[0])
         self._measured.clear()
-        first = group is None or group.rank() == 0
-        answer = _fitted([row for text in texts for row in json.loads(text)]) if first else ""
-        found = json.loads(all_gather_texts(answer, group=group, device=device)[0])
+        self._keep(found)
+        self._use(found, use, said)
+
+    @staticmethod
+    def _use(
+        found: dict[str, Any], use: Callable[[CostModel], None], said: Callable[[str], None], source: str = ""
+    ) -> None:
         if "cost" in found:
             use(CostModel(**found["cost"]))
-        said(f"megatron_packing: {found['said']}")
+        said(f"megatron_packing: {found['said']}{source}")
 
-    def _rows(self) -> list[tuple[int, int, float]]:
-        """(tokens, their squares, ms) of each microbatch; dummies are left out."""
-        rows = []
-        for readings, works in self._measured.values():
-            for number, (tokens, squares) in enumerate(works):
-                if tokens:
-                    rows.append((tokens, squares, _between(readings[number], readings[number + 1])))
-        return rows
+
+def _gathered(text: str) -> list[str]:
+    """The texts of all ranks."""
+    group, device = (dist.group.WORLD, device_of()) if dist.is_initialized() else (None, "cpu")
+    return all_gather_texts(text, group=group, device=device)
+
+
+def _rows(readings: Sequence[Any], shares: Sequence[PackShare]) -> list[_Row]:
+    """A step's microbatches; dummies are left out."""
+    rows = []
+    for number, (tokens, squares) in enumerate(map(_work_of, shares)):
+        if tokens:
+            rows.append((tokens, squares, _between(readings[number], readings[number + 1])))
+    return rows
 
 
 def _work_of(share: PackShare) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Where does packing enter Megatron? At five places, all in this file; without our flags each passes straight through.
+"""Where does packing enter Megatron? At six places, all in this file; without our flags each passes straight through.
 
 1. `parse_and_validate_args`: our flags join the parser; what must hold is set before validation.
 2. `pretrain`: our datasets take the place of the script's, our `get_batch` that of the script's.
@@ -6,6 +6,7 @@
 4. `compile_helpers`: skipped where the wheel ships the compiled helpers without their Makefile.
 5. A forward pre-hook on each model chunk hands in the boundaries of the current pack, whatever the
    script built.
+6. `check_checkpoint_args`: of the arguments in a checkpoint, ours is taken over where Megatron takes over its own.
 """
 
 import argparse
@@ -40,6 +41,7 @@ def install(*, dry_run: bool = False) -> None:
     _chain_pretrain()
     _chain_forward_backward()
     _skip_missing_makefile()
+    _chain_checkpoint_arguments()
     _installed = True
 
 
@@ -210,3 +212,23 @@ def _skip_missing_makefile() -> None:
 
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         utils.compile_helpers = lambda: None
+
+
+# --- 6. checkpoints -------------------------------------------------------------------------------
+
+
+def _chain_checkpoint_arguments() -> None:
+    from megatron.training import checkpointing
+    from megatron.training.global_vars import get_args
+
+    original = checkpointing.check_checkpoint_args
+
+    @functools.wraps(original)
+    def check_checkpoint_args(checkpoint_args: Any, *rest: Any, **keywords: Any) -> None:
+        original(checkpoint_args, *rest, **keywords)
+        if _config is not None and _config.packed:
+            from megatron_packing.mcore.fit_cost import take_over
+
+            take_over(checkpoint_args, get_args())
+
+    checkpointing.check_checkpoint_args = check_checkpoint_args

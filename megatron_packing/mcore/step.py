@@ -9,6 +9,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ class PackedStepRunner:
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._feeder: StepFeeder | None = None
         self._reporter = StepReporter(config)
-        self._fitter = CostFitter(config.fit_cost_steps)
+        # A microbatch takes as long whatever the number of replicas.
+        layout = str(replace(config.topology, dp=1))
+        self._fitter = CostFitter(config.fit_cost_steps, layout=layout, store=_megatrons_arguments)
 
     def wrap(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
         """`schedule` with the same signature, running each call's samples as packs."""
@@ -192,6 +195,12 @@ def _begin_fitting(fitter: CostFitter, feeder: StepFeeder) -> None:
     from megatron.training.utils import print_rank_0
 
     fitter.step_begins(get_args().curr_iteration, feeder.use_cost, print_rank_0)
+
+
+def _megatrons_arguments() -> dict[str, Any]:
+    from megatron.training import get_args
+
+    return vars(get_args())
 
 
 def _config_of(chunks: list[nn.Module]) -> Any:

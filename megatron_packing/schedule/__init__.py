@@ -19,6 +19,7 @@ from megatron_packing.schedule.dynamic_cp import dynamic_cp
 from megatron_packing.schedule.dynamic_cp import warm_up as _warm_up_dynamic_cp
 from megatron_packing.schedule.first_fit import first_fit
 from megatron_packing.schedule.groups import GroupSizes
+from megatron_packing.schedule.items import Items, Units
 from megatron_packing.schedule.metrics import Metrics, mean_metrics
 from megatron_packing.schedule.offline import PackedSet, offline, pack_set
 from megatron_packing.schedule.offline import warm_up as _warm_up_offline
@@ -112,6 +113,7 @@ def make_plan(
     cost: CostModel = ATTENTION_ONLY,
     balance: str = "auto",
     group_sizes: GroupSizes = _POWERS_OF_TWO,
+    units: Lengths | None = None,
 ) -> Plan:
     """The checked plan of one optimizer step; equal arguments give equal plans on every rank and machine.
 
@@ -126,12 +128,14 @@ def make_plan(
         balance: what planners that balance keep small, of `BALANCES`: the dearest rank's cost over the whole step, or
             in each microbatch. auto: the latter where ranks meet in every microbatch (PP, EP, FSDP).
         group_sizes: how many ranks may share a pack, for planners that choose them.
+        units: how many samples, one after the other, must share a pack: shape [U], N in all; None: none must.
 
     Raises:
-        ConfigError: an unknown scheduler or balance, a size below 1, or a capacity that is no multiple of the
-            alignment.
-        CapacityError: a sample that fits in no pack, or a pack that could outgrow int32 boundaries.
-        PackingError: lengths that are not integers of at least 1, or a planner that made a wrong plan.
+        ConfigError: an unknown scheduler or balance, a size below 1, a capacity that is no multiple of the alignment,
+            or fewer `max_seqs` than a unit has samples.
+        CapacityError: a sample or unit that fits in no pack, or a pack that could outgrow int32 boundaries.
+        PackingError: lengths that are not integers of at least 1, units of other samples, or a planner that made a
+            wrong plan.
     """
     started = perf_counter()
     scheduler = check_scheduler(scheduler)
@@ -146,20 +150,25 @@ def make_plan(
     objective(balance, topology)  # refuses an unknown one whatever the scheduler
     lengths = as_lengths(lengths)
     _check_fit(lengths, widest, max_tokens_per_rank)
-    padded = -(-lengths // topology.alignment) * topology.alignment
-    padded.setflags(write=False)
+    items = Items(lengths=lengths, units=None if units is None else Units.of(units, len(lengths)))
+    if items.units is not None:
+        _check_units_fit(items, items.units, widest, max_tokens_per_rank, max_seqs)
+    tokens, padded = items.tokens(), items.padded(topology.alignment)
+    for read_only in (tokens, padded):
+        read_only.setflags(write=False)
     problem = Problem(
-        lengths=lengths,
+        items=items,
+        lengths=tokens,
         padded=padded,
         topology=topology,
         capacity=max_tokens_per_rank * topology.cp,
-        max_seqs=max_seqs,
+        max_seqs=None if max_seqs is None else max_seqs // items.most_samples,
         microbatch_multiple=microbatch_multiple,
         cost=cost,
         group_sizes=group_sizes,
         balance=balance,
     )
-    plan = build_plan(SCHEDULERS[scheduler](problem), problem, scheduler)
+    plan = build_plan(SCHEDULERS[scheduler](problem), problem, scheduler, max_seqs=max_seqs)
     check_plan(plan, lengths, max_seqs, microbatch_multiple)
     return replace(plan, plan_ms=(perf_counter() - started) * 1e3)
 
@@ -238,4 +247,25 @@ def _check_fit(lengths: Int64Array, topology: Topology, max_tokens_per_rank: int
             f"A pack could hold {min(total, capacity):,} padded tokens; its boundaries are int32 and end at "
             f"{_BOUNDARY_LIMIT - 1:,}. Lower --max-seqlen-per-dp-cp-rank (now {max_tokens_per_rank:,}, times CP "
             f"{topology.cp})."
+        )
+
+
+def _check_units_fit(
+    items: Items, units: Units, topology: Topology, max_tokens_per_rank: int, max_seqs: int | None
+) -> None:
+    """Every unit fits in a pack; sums of samples that fit each cannot wrap around."""
+    if max_seqs is not None and max_seqs < items.most_samples:
+        raise ConfigError(
+            f"--thd-max-packed-sequences {max_seqs}: {items.most_samples} samples of one row must share a pack. Raise "
+            f"it to at least {items.most_samples}."
+        )
+    padded, capacity = items.padded(topology.alignment), max_tokens_per_rank * topology.cp
+    too_long = (padded > capacity).nonzero()[0]
+    if too_long.size:
+        first = int(too_long[0])
+        end, size = units.ends[first], units.sizes[first]
+        raise CapacityError(
+            f"Samples {end - size} to {end - 1}, which must share a pack, have {int(padded[first]):,} padded tokens; a "
+            f"pack holds {capacity:,} = {max_tokens_per_rank:,} per rank x CP {topology.cp} ({too_long.size:,} such). "
+            "Raise --max-seqlen-per-dp-cp-rank."
         )

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_packing.schedule.balanced import objective
 from megatron_packing.schedule.bounds import step_lower_bound
+from megatron_packing.schedule.items import Items
 from megatron_packing.schedule.metrics import Metrics
 from megatron_packing.schedule.plan import Lengths, Plan
 
@@ -62,11 +63,10 @@ _WHEN = {"step": "over the step", "lockstep": "summed over microbatches"}
 
 
 def _step_bound(plan: Plan, lengths: Lengths) -> float:
-    lengths_N = np.asarray(lengths, dtype=np.int64)
-    alignment = plan.topology.alignment
+    items = Items(lengths=np.asarray(lengths, dtype=np.int64), units=plan.units)
     return step_lower_bound(
-        -(-lengths_N // alignment) * alignment,
-        plan.cost.of(lengths_N),
+        items.padded(plan.topology.alignment),
+        items.work(plan.cost),
         dp=plan.topology.dp,
         capacity=plan.capacity,
         num_microbatches=plan.num_microbatches,

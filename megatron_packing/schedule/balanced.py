@@ -128,7 +128,7 @@ class _Samples:
     tokens_N: Int64Array
     """Padded."""
     costs_N: Int64Array
-    """Scaled to integers; descending, because more tokens never cost less."""
+    """Scaled to integers; descending, because more tokens of one sample never cost less. Of units they may."""
     ranks: int
     capacity: int
     most: int
@@ -136,11 +136,11 @@ class _Samples:
 
     @classmethod
     def of(cls, problem: Problem) -> "_Samples":
-        ids_N = np.argsort(-problem.lengths, kind="stable")
-        costs_N = problem.cost.of(problem.lengths[ids_N])
-        if not costs_N[0]:
+        ids_N = problem.longest_first()
+        costs_N = problem.items.work(problem.cost)[ids_N]
+        if not costs_N.any():
             costs_N = problem.padded[ids_N].astype(np.float64)  # nothing costs anything: level the tokens
-        spare_bits = _COST_BITS - math.frexp(costs_N[0])[1] - len(ids_N).bit_length()
+        spare_bits = _COST_BITS - math.frexp(costs_N.max())[1] - len(ids_N).bit_length()
         return cls(
             ids_N=ids_N,
             tokens_N=problem.padded[ids_N],

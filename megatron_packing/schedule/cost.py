@@ -134,13 +134,22 @@ class CostModel:
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"CostModel.{name} is {value!r}; it weighs work and must be finite and at least 0.")
 
-    def of(self, lengths: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-        """The cost of each sample. Tokens, shape [N], any integer type -> float64, shape [N].
+    def of(
+        self,
+        lengths: Sequence[int] | npt.NDArray[np.integer],
+        squares: Sequence[int] | npt.NDArray[np.integer] | None = None,
+    ) -> npt.NDArray[np.float64]:
+        """The cost of each sample, or of several samples together. float64, shape [N].
 
         Costs are floats: the square of a length of 2**31 leaves the exact range of int64 sums.
+
+        Args:
+            lengths: tokens, shape [N], any integer type; of several samples, their sum.
+            squares: of several samples, the sum of their lengths squared, shape [N]; None: each is one sample.
         """
         tokens_N = np.asarray(lengths, dtype=np.float64)
-        return self.linear * tokens_N + self.quadratic * tokens_N * tokens_N
+        squares_N = tokens_N * tokens_N if squares is None else np.asarray(squares, dtype=np.float64)
+        return self.linear * tokens_N + self.quadratic * squares_N
 
     @classmethod
     def from_transformer(cls, shape: TransformerShape) -> "CostModel":

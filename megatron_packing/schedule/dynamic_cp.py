@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_packing.schedule.cost import CostModel
+from megatron_packing.schedule.items import Items
 from megatron_packing.schedule.plan import GroupedPacks, Problem
 from megatron_packing.topology import Topology
 
@@ -67,7 +68,7 @@ class _Rows:
 
 def dynamic_cp(problem: Problem) -> GroupedPacks:
     """The groups of each microbatch, larger ones first, which makes them aligned; dummies on ranks that are left."""
-    longest_first = np.argsort(-problem.lengths, kind="stable")
+    longest_first = problem.longest_first()
     parts = max(1, -(-len(longest_first) // _AT_ONCE))
     sizes = problem.group_sizes.of(problem.topology.dp * problem.topology.cp)
     microbatches = [
@@ -84,6 +85,7 @@ def warm_up() -> None:
     lengths = np.array([2, 1], dtype=np.int64)
     dynamic_cp(
         Problem(
+            items=Items(lengths=lengths, units=None),
             lengths=lengths,
             padded=lengths,
             topology=Topology(dp=2),
@@ -129,7 +131,7 @@ def _step(problem: Problem, samples: Int64Array, sizes: tuple[int, ...]) -> "Ste
     from megatron_packing.schedule.group_rows import Step
 
     tokens_N = np.ascontiguousarray(problem.lengths[samples])
-    costs_N = problem.cost.of(tokens_N)
+    costs_N = problem.items.work(problem.cost)[samples]
     talk_N = problem.cost.communication * tokens_N.astype(np.float64)
     total = math.fsum(costs_N) + math.fsum(talk_N)  # fsum rounds once: the same sum on every machine
     if total == 0:
@@ -140,11 +142,11 @@ def _step(problem: Problem, samples: Int64Array, sizes: tuple[int, ...]) -> "Ste
     sizes_K = np.array(sizes, dtype=np.int64)
     alignments_K = np.array([problem.topology.alignment_of(size) for size in sizes], dtype=np.int64)
     capacities_K = sizes_K * problem.max_tokens_per_rank
-    padded_NK = -(-tokens_N[:, None] // alignments_K) * alignments_K
+    padded_NK = np.ascontiguousarray(problem.items.padded(alignments_K)[samples])
     load_NK = work_N[:, None] + np.where(sizes_K > 1, sizes_K, 0) * whole_talk_N[:, None]
     fits_NK = padded_NK <= capacities_K
     return Step(
-        tokens_N=tokens_N,
+        tokens_N=tokens_N + (problem.items.samples()[samples] - 1) * (alignments_K[-1] - 1),
         work_N=work_N,
         talk_N=whole_talk_N,
         padded_NK=padded_NK,

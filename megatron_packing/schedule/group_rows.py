@@ -27,6 +27,7 @@ class Step(NamedTuple):
     """What has to be run, and on what."""
 
     tokens_N: Int64Array
+    """Tokens; of a unit with what padding each but one of its samples may add, so that no widening is too tight."""
     work_N: Int64Array
     talk_N: Int64Array
     """Communication of each sample, on each rank of a group of more than one."""

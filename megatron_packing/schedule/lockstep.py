@@ -36,7 +36,7 @@ def fill_rows(
 
     Args:
         tokens: padded tokens of each sample, shape [N], descending.
-        costs: cost of each sample, shape [N], descending.
+        costs: cost of each sample, shape [N]; descending, except of units (see `items`).
         rows: microbatches.
         ranks: bins of a row.
         capacity: tokens that a bin may hold.
@@ -54,6 +54,7 @@ def fill_rows(
     room, paid, seats = np.full(rows * ranks, capacity), np.zeros(rows * ranks, np.int64), np.full(rows * ranks, most)
     bin_of = np.full(len(tokens), -1)
     waiting = np.arange(len(tokens) + 1)  # waiting[i] leads to the first waiting sample from i on; see `_first_waiting`
+    least_so_far = _running_least(costs)
     unpaid = costs.sum()
     loose = False
     for row in range(rows):
@@ -76,7 +77,7 @@ def fill_rows(
             start = i + 1
             if place < 0:
                 most_room, most_pay = _most_left(order, room, paid, seats, ceiling)
-                start = max(start, _first_at_most(tokens, most_room), _first_at_most(costs, most_pay))
+                start = max(start, _first_at_most(tokens, most_room), _first_at_most(least_so_far, most_pay))
             else:
                 chosen = order[place]
                 bin_of[i] = chosen
@@ -99,6 +100,15 @@ def _first_waiting(waiting: Int64Array, i: int) -> int:
         waiting[i] = waiting[waiting[i]]
         i = waiting[i]
     return i
+
+
+@compiled
+def _running_least(values: Int64Array) -> Int64Array:
+    """The least value up to each position: the values themselves, where they descend."""
+    least = values.copy()
+    for i in range(1, len(least)):
+        least[i] = min(least[i], least[i - 1])
+    return least
 
 
 @compiled

@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_packing.errors import PackingError
 from megatron_packing.schedule.bounds import grouped_lower_bound, lockstep_lower_bound, packs_lower_bound
+from megatron_packing.schedule.items import Items
 from megatron_packing.schedule.plan import Int64Array, Lengths, Plan, as_lengths, digest_lengths
 
 
@@ -130,21 +131,23 @@ def _imbalance(plan: Plan, lengths_N: Int64Array) -> tuple[float, float]:
 
 def _bounds(plan: Plan, lengths_N: Int64Array) -> tuple[int, float]:
     """Lower bounds on packs and on lockstep imbalance, for plans of this kind."""
-    costs_N, topology = plan.cost.of(lengths_N), plan.topology
+    items, topology = Items(lengths=lengths_N, units=plan.units), plan.topology
+    costs_N = items.work(plan.cost)
+    by_count = -(-len(lengths_N) // plan.max_seqs) if plan.max_seqs else 0
     if plan.group_sizes is not None:
-        sizes = plan.group_sizes.of(topology.dp * topology.cp)
+        sizes, tokens_N = plan.group_sizes.of(topology.dp * topology.cp), items.tokens()
         room = plan.max_tokens_per_rank * sizes[-1]
-        by_count = -(-len(lengths_N) // plan.max_seqs) if plan.max_seqs else 0
         return max(-(-int(lengths_N.sum()) // room), by_count), grouped_lower_bound(
-            lengths_N,
+            tokens_N,
             costs_N,
-            plan.cost.communication * lengths_N.astype(np.float64),
+            plan.cost.communication * tokens_N.astype(np.float64),
             sizes=sizes,
             max_tokens_per_rank=plan.max_tokens_per_rank,
         )
-    padded_N = -(-lengths_N // topology.alignment) * topology.alignment
-    return packs_lower_bound(padded_N, plan.capacity, plan.max_seqs), lockstep_lower_bound(
-        padded_N, costs_N, dp=topology.dp, capacity=plan.capacity, max_seqs=plan.max_seqs
+    padded_N = items.padded(topology.alignment)
+    most = None if plan.max_seqs is None else plan.max_seqs // items.fewest_samples
+    return max(packs_lower_bound(padded_N, plan.capacity, most), by_count), lockstep_lower_bound(
+        padded_N, costs_N, dp=topology.dp, capacity=plan.capacity, max_seqs=most
     )
 
 

@@ -4,7 +4,8 @@ A planner gets a `Problem` and answers with packs: lists of sample ids in the or
 to a microbatch. Pack `i` runs in microbatch `i // dp` on DP rank `i % dp`. A planner that also chooses which ranks
 share a pack answers with `GroupedPacks`: of each microbatch the groups, in the order of the DP x CP ranks.
 
-Legend: N samples, P packs; `padded` is a length rounded up to the topology's alignment.
+Legend: N samples, P packs; `padded` is a length rounded up to the topology's alignment. Where samples must share a
+pack (`items`), planners see each unit of them as one sample; plans name the samples themselves.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from megatron_packing.errors import PackingError
 from megatron_packing.schedule.cost import CostModel
 from megatron_packing.schedule.groups import GroupSizes
+from megatron_packing.schedule.items import Items, Units
 from megatron_packing.topology import Topology
 
 if TYPE_CHECKING:
@@ -74,6 +76,8 @@ class Plan:
     """`digest_lengths` of the lengths that were planned: a plan of other lengths is another plan."""
     group_sizes: GroupSizes | None = None
     """Sizes that the planner could choose from, for the group of each pack; None: every pack has the topology's CP."""
+    units: Units | None = None
+    """Samples that must share a pack; None: none must."""
     plan_ms: float = field(default=0.0, compare=False)
     """Milliseconds that planning took here. Differs between ranks, so neither equality nor the digest sees it."""
 
@@ -148,6 +152,7 @@ class Plan:
             (float(self.cost.linear), float(self.cost.quadratic), float(self.cost.communication)),
             self.lengths_digest,
             self.group_sizes,
+            self.units,
             [
                 [(pack.padded_tokens, pack.cp_size, pack.sample_ids) for pack in microbatch.packs]
                 for microbatch in self.microbatches
@@ -174,15 +179,17 @@ class Plan:
 class Problem:
     """What a planner has to solve. Validated by `make_plan`: every padded length fits in a pack."""
 
+    items: Items
+    """The samples, and which of them must share a pack."""
     lengths: Int64Array
-    """Tokens of each sample, shape [N], read-only."""
+    """Tokens of each sample, or unit of samples, shape [N], read-only."""
     padded: Int64Array
-    """Padded tokens of each sample, shape [N], read-only."""
+    """Padded tokens of each, shape [N], read-only."""
     topology: Topology
     capacity: int
     """Padded tokens that a pack may hold, and no planner may exceed."""
     max_seqs: int | None
-    """Samples that a pack may hold; None means any number."""
+    """How many of them a pack may hold; None means any number."""
     microbatch_multiple: int
     """The number of microbatches must be a multiple of this (interleaved pipelines ask for it)."""
     cost: CostModel
@@ -195,6 +202,13 @@ class Problem:
     def max_tokens_per_rank(self) -> int:
         """Padded tokens that a rank may hold of a pack."""
         return self.capacity // self.topology.cp
+
+    def longest_first(self) -> Int64Array:
+        """Places of the samples by padded tokens and then by work, both descending, equals in order; shape [N]."""
+        if self.items.units is None:
+            return np.argsort(-self.lengths, kind="stable")
+        order: Int64Array = np.lexsort((-self.items.work(self.cost), -self.padded))
+        return order
 
     @property
     def pack_multiple(self) -> int:
@@ -271,8 +285,16 @@ def _hash63(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
 
 
-def build_plan(packs: list[list[int]] | GroupedPacks, problem: Problem, scheduler: str) -> Plan:
+def build_plan(
+    packs: list[list[int]] | GroupedPacks, problem: Problem, scheduler: str, *, max_seqs: int | None
+) -> Plan:
     """The plan that runs `packs` in order, not yet checked.
+
+    Args:
+        packs: what the planner answered.
+        problem: what it was asked.
+        scheduler: its name.
+        max_seqs: samples that a pack may hold; None means any number.
 
     Raises:
         PackingError: a pack holds an id that is no sample's.
@@ -285,7 +307,12 @@ def build_plan(packs: list[list[int]] | GroupedPacks, problem: Problem, schedule
         rows = [[(None, ids) for ids in packs[i : i + dp]] for i in range(0, len(packs), dp)]
     ids_of_all = chain.from_iterable(ids for row in rows for _, ids in row)
     _check_known(np.fromiter(ids_of_all, dtype=np.int64), f"scheduler {scheduler!r}", len(problem.lengths))
-    padded = _Padded(problem.topology, problem.lengths)
+    units = problem.items.units
+    if units is not None:
+        rows = [
+            list(zip([size for size, _ in row], units.samples_of(ids for _, ids in row), strict=True)) for row in rows
+        ]
+    padded = _Padded(problem.topology, problem.items.lengths)
     return Plan(
         microbatches=tuple(
             Microbatch(
@@ -303,10 +330,11 @@ def build_plan(packs: list[list[int]] | GroupedPacks, problem: Problem, schedule
         scheduler=scheduler,
         topology=problem.topology,
         capacity=problem.capacity,
-        max_seqs=problem.max_seqs,
+        max_seqs=max_seqs,
         cost=problem.cost,
-        lengths_digest=digest_lengths(problem.lengths),
+        lengths_digest=digest_lengths(problem.items.lengths),
         group_sizes=problem.group_sizes if grouped else None,
+        units=units,
     )
 
 
@@ -344,8 +372,8 @@ def check_plan(plan: Plan, lengths: Lengths, max_seqs: int | None = None, microb
         microbatch_multiple: what the number of microbatches must be a multiple of.
 
     Raises:
-        PackingError: a sample runs twice or never, a pack holds too much, ranks run different numbers of packs, the
-            number of microbatches is no positive multiple, or the plan was made of other lengths.
+        PackingError: a sample runs twice or never, a pack holds too much or a part of a unit, ranks run different
+            numbers of packs, the number of microbatches is no positive multiple, or the plan was made of other lengths.
     """
     who = f"scheduler {plan.scheduler!r}"
     lengths = as_lengths(lengths)
@@ -353,6 +381,8 @@ def check_plan(plan: Plan, lengths: Lengths, max_seqs: int | None = None, microb
         raise PackingError(f"{who}: the plan was made of other lengths than these {lengths.size}; hand in the same.")
     _check_counts(plan, who, microbatch_multiple)
     _check_exactly_once(plan, who, lengths.size)
+    if plan.units is not None:
+        _check_together(plan, plan.units, who)
     _check_packs(plan, who, lengths, max_seqs)
 
 
@@ -407,6 +437,13 @@ def _check_known(ids: Int64Array, who: str, num_samples: int) -> None:
     foreign = ids[(ids < 0) | (ids >= num_samples)]
     if foreign.size:
         raise PackingError(f"{who}: sample id {foreign[0]} is none of the {num_samples} samples, counted from 0.")
+
+
+def _check_together(plan: Plan, units: Units, who: str) -> None:
+    pack_of = {sample: number for number, pack in enumerate(plan.packs) for sample in pack.sample_ids}
+    for end, size in zip(units.ends, units.sizes, strict=True):
+        if len({pack_of[sample] for sample in range(end - size, end)}) > 1:
+            raise PackingError(f"{who}: samples {end - size} to {end - 1} must share a pack; the plan parts them.")
 
 
 def _check_packs(plan: Plan, who: str, lengths: Int64Array, max_seqs: int | None) -> None:

@@ -25,7 +25,7 @@ def share_out(tokens: Int64Array, costs: Int64Array, ranks: int, rank_capacity: 
 
     Args:
         tokens: padded tokens of each sample, shape [N], descending.
-        costs: cost of each sample, shape [N], descending.
+        costs: cost of each sample, shape [N]; descending, except of units (see `items`).
         ranks: ranks to share between.
         rank_capacity: tokens that a rank can hold at most; shares stay near it, but the bins decide.
         goal: a rank's cost that is good enough.
@@ -253,7 +253,9 @@ def _best_trade(
                         break
                     looked_at += 1
                     after = max(gap - moves, moves)
-                    if after < best and short <= 0:
+                    if (
+                        after < best and short <= 0 and -short - room[b] <= room[home]
+                    ):  # a unit may cost less, and be longer
                         gives, gets, also, away, best = i, k, -1, b, after
                     # The shortest that can go with k: it moves the most cost. As k gets shorter, it gets longer.
                     while shortest > y and tokens[members[shortest]] < short:

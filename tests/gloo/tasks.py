@@ -27,7 +27,7 @@ from megatron_packing.data.sources.index import IndexKind
 from megatron_packing.data.sources.lines import scan_lines
 from megatron_packing.errors import SampleError
 from megatron_packing.mcore import iterator, lost
-from megatron_packing.mcore.fit_cost import CostFitter
+from megatron_packing.mcore.fit_cost import KEPT_AS, CostFitter
 from megatron_packing.mcore.watch import ReadLimit
 from megatron_packing.schedule import CostModel
 from megatron_packing.thd import PackedBatch, PackShare, SampleTensors, build_pack, dummy_pack, share_of_rank
@@ -210,10 +210,11 @@ def pack_under(config: PackingConfig, rows: list[Row], ranks: int) -> tuple[str,
     return outcome(lambda: packer.pack(map(_item, rows), len(rows)).figures.samples)
 
 
-def fit_cost(packs: list[list[int]]) -> tuple[list[CostModel], list[str]]:
-    """What a rank uses and says that has run these packs, on a clock of its own that lies a little."""
+def fit_cost(packs: list[list[int]]) -> tuple[list[CostModel], list[str], str]:
+    """What a rank uses, says and keeps that has run these packs, on a clock of its own that lies a little."""
     now, used, said = [0.0], [], []
-    fitter = CostFitter(1, clock=lambda: now[0])
+    kept: dict[str, str] = {}
+    fitter = CostFitter(1, layout="", store=lambda: kept, clock=lambda: now[0])
     model = SimpleNamespace(finalize_model_grads_func=lambda: None)
     for iteration in (1, 2, 3):
         fitter.step_begins(iteration, used.append, said.append)
@@ -223,7 +224,7 @@ def fit_cost(packs: list[list[int]]) -> tuple[list[CostModel], list[str]]:
                 fitter.mark()
                 now[0] += sum(3 * n + n * n for n in lengths) + 0.1 * dist.get_rank()
             model.finalize_model_grads_func()
-    return used, said
+    return used, said, kept[KEPT_AS]
 
 
 def _sample(length: int) -> SampleTensors:

@@ -279,9 +279,9 @@ def test_a_pair_that_does_not_fit_stops_every_rank(pool: GlooPool) -> None:
     drawn = [[[pair(100, 5, 4)]], [[pair(300, 1, 1)]]]
     for ((kind, text),) in pool.run(tasks.pack_steps, config(2), 2, of_rank=drawn, ranks=2):
         assert kind == "CapacityError"
-        assert "has 9 tokens" in text
+        assert "Samples 0 to 1, which must share a pack, have 9 padded tokens" in text
     for ((kind, text),) in pool.run(tasks.pack_steps, config(2, max_seqs=1), 2, of_rank=drawn, ranks=2):
-        assert kind == "PackingError"
+        assert kind == "ConfigError"
         assert "--thd-max-packed-sequences 1: 2 samples of one row must share a pack" in text
 
 

@@ -52,7 +52,7 @@ class Case:
     def ranks(self) -> int:
         return self.topology.dp * self.topology.cp
 
-    def plan(self) -> Plan:
+    def plan(self, units: list[int] | None = None) -> Plan:
         return make_plan(
             self.lengths,
             SCHEDULER,
@@ -62,6 +62,7 @@ class Case:
             microbatch_multiple=self.microbatch_multiple,
             cost=self.cost,
             group_sizes=self.group_sizes,
+            units=units,
         )
 
 

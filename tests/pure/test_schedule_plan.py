@@ -23,6 +23,7 @@ from megatron_packing.schedule import (
     check_plan,
     make_plan,
 )
+from megatron_packing.schedule.items import Units
 from megatron_packing.topology import Topology
 from tests.strategies import PlanningCase, planning_cases
 
@@ -343,6 +344,7 @@ def test_the_digest_sees_every_part_of_the_plan_but_its_planning_time() -> None:
         "cost": CostModel(linear=1, quadratic=1),
         "lengths_digest": 1,
         "group_sizes": GroupSizes(),
+        "units": Units((2, 2)),
     }
     assert {field.name for field in fields(Plan)} == {*changes, "plan_ms"}
     digests = {replace(plan, **{name: value}).digest() for name, value in changes.items()}  # type: ignore[arg-type]

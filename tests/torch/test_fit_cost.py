@@ -1,12 +1,13 @@
 """Are the microbatches of the first steps timed, and only they, and is their cost found?"""
 
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_packing.mcore.fit_cost import CostFitter
+from megatron_packing.mcore.fit_cost import CostFitter, take_over
 from megatron_packing.schedule import CostModel
 from megatron_packing.thd import PackShare, build_pack, dummy_pack, share_of_rank
 from tests.torch.toys import numbered
@@ -18,9 +19,18 @@ STEPS = [[[5, 3], [9]], [[2, 2, 2], [12, 1], [4]], [[7], [1, 1]], [[30]], [[6, 6
 class Machine:
     """Runs packs as Megatron's schedule does, on a clock that only moves with work."""
 
-    def __init__(self, cost: Callable[[list[int]], float], steps: int) -> None:
+    def __init__(
+        self,
+        cost: Callable[[list[int]], float],
+        steps: int,
+        *,
+        arguments: dict[str, Any] | None = None,
+        layout: str = "TP 1",
+    ) -> None:
         self.now, self._cost = 0.0, cost
-        self.fitter = CostFitter(steps, clock=lambda: self.now)
+        self.arguments = {} if arguments is None else arguments
+        """What a checkpoint holds."""
+        self.fitter = CostFitter(steps, layout=layout, store=lambda: self.arguments, clock=lambda: self.now)
         self.model = SimpleNamespace(finalize_model_grads_func=self._finalize)
         self.finalized = 0
         self.used: list[tuple[int, CostModel]] = []
@@ -100,6 +110,78 @@ def test_times_that_tell_nothing_leave_the_flops(
     (said,) = machine.said
     assert words in said
     assert "WARNING: --packing-fit-cost: balanced keeps to the model's FLOPs" in said
+
+
+def _run(machine: Machine, first: int, last: int) -> None:
+    for iteration in range(first, last + 1):
+        machine.run(iteration, STEPS[iteration % len(STEPS)])
+
+
+@pytest.mark.parametrize("stopped_after", [7, 8])
+def test_a_resumed_run_goes_by_the_cost_that_was_found(stopped_after: int) -> None:
+    """To the last bit, from its first step on, though this machine has become another one."""
+    first = Machine(_ms, steps=5)
+    _run(first, 1, stopped_after)
+    ((from_step, cost),) = first.used
+    assert from_step == 7, "after a step that is not measured and five that are"
+    loaded = Namespace()
+    take_over(Namespace(lr=1.0, **first.arguments), loaded)
+    second = Machine(lambda lengths: 100.0 * sum(lengths), steps=5, arguments=vars(loaded))
+    _run(second, stopped_after + 1, stopped_after + 8)
+    assert second.used == [(stopped_after + 1, cost)]
+    assert second.said == [f"{first.said[0]} (from the checkpoint)"]
+    assert second.arguments == first.arguments, "and so does the next one"
+
+
+@pytest.mark.parametrize("stopped_after", range(1, 7))
+def test_what_was_measured_before_the_stop_counts(stopped_after: int) -> None:
+    """The first step of a process is slow and not measured: the fit comes a step later than without the stop."""
+    first = Machine(_ms, steps=5)
+    _run(first, 1, stopped_after)
+    assert not first.used
+    second = Machine(lambda lengths: 1e6, steps=5, arguments=first.arguments)
+    second.run(stopped_after + 1, [[2]])
+    second._cost = _ms
+    _run(second, stopped_after + 2, 9)
+    ((iteration, cost),) = second.used
+    assert iteration == (7 if stopped_after == 6 else 8)
+    assert (cost.linear, cost.quadratic) == pytest.approx((3.0, 0.5), rel=1e-9)
+    before = sum(len(STEPS[step % len(STEPS)]) for step in range(2, stopped_after + 1))
+    assert len(second.said) == 1 + (before > 0)
+    if before:
+        assert f"{before} microbatches were measured before the checkpoint" in second.said[0]
+
+
+def test_a_fit_that_failed_is_not_tried_again() -> None:
+    first = Machine(lambda lengths: 5.0, steps=2)
+    _run(first, 1, 4)
+    second = Machine(_ms, steps=2, arguments=first.arguments)
+    _run(second, 5, 9)
+    assert not first.used + second.used
+    assert second.said == [f"{first.said[0]} (from the checkpoint)"]
+
+
+def test_costs_of_another_layout_are_measured_anew() -> None:
+    first = Machine(lambda lengths: 2 * _ms(lengths), steps=3)
+    _run(first, 1, 5)
+    second = Machine(_ms, steps=3, arguments=first.arguments, layout="TP 2")
+    _run(second, 6, 10)
+    ((iteration, cost),) = second.used
+    assert iteration == 10
+    assert (cost.linear, cost.quadratic) == pytest.approx((3.0, 0.5), rel=1e-9)
+    assert "measured with TP 1, this run has TP 2: measured anew" in second.said[0]
+
+
+def test_measured_costs_that_are_not_used_are_named() -> None:
+    first = Machine(_ms, steps=3)
+    _run(first, 1, 5)
+    kept = dict(first.arguments)
+    second = Machine(_ms, steps=0, arguments=first.arguments)
+    _run(second, 6, 7)
+    assert not second.used
+    (said,) = second.said
+    assert "not used without --packing-fit-cost" in said
+    assert second.arguments == kept, "a run with the flag may go on from the next checkpoint"
 
 
 def test_without_the_flag_nothing_is_timed() -> None:
