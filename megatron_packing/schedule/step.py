@@ -253,9 +253,8 @@ def _best_trade(
                         break
                     looked_at += 1
                     after = max(gap - moves, moves)
-                    if (
-                        after < best and short <= 0 and -short - room[b] <= room[home]
-                    ):  # a unit may cost less, and be longer
+                    # What comes back fits, too: of units (see `items`) the one of less work may be the longer one.
+                    if after < best and short <= 0 and tokens[k] - tokens[i] <= room[home]:
                         gives, gets, also, away, best = i, k, -1, b, after
                     # The shortest that can go with k: it moves the most cost. As k gets shorter, it gets longer.
                     while shortest > y and tokens[members[shortest]] < short:

@@ -300,7 +300,7 @@ def test_a_long_unit_of_little_work_keeps_the_sums_exact() -> None:
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12), st.integers(1, 3))
 def test_no_unit_is_passed_over_that_a_row_has_room_for(drawn: list[tuple[int, int]], ranks: int) -> None:
     """Longer units may cost less, so that a row whose pay is spent for the next one may still take a later one."""
-    tokens, costs = np.array(sorted(drawn, key=lambda one: -one[0])).T
+    tokens, costs = np.ascontiguousarray(np.array(sorted(drawn, key=lambda one: -one[0])).T)
     bin_of, cost, _ = lockstep.fill_rows(tokens, costs, 12, ranks, 12, 12, 1.0, lockstep.ANY, True)
     assert cost >= 0
     paid, room = (
