@@ -104,7 +104,7 @@ def _mend_routers() -> None:
     def count_evenly(
         routing_map: Tensor, reduce_group: Any, topk: int | None = None, with_padding_mask: bool = False
     ) -> tuple[Tensor, Any, Any]:
-        """The rank's part of the pack's rows for its own, wherever padding lies: it is multiplied by the ranks again."""
+        """The rank's part of the pack's rows for its own, wherever padding lies: it is multiplied by the ranks."""
         per_expert, own, total = count(routing_map, reduce_group, topk, with_padding_mask)
         return per_expert, total / reduce_group.size() if with_padding_mask else own, total
 

@@ -219,9 +219,8 @@ def _config_of(chunks: list[nn.Module]) -> Any:
 def _packs_per_rank(step: FedStep) -> float:
     """Packs that a data-parallel rank ran in the mean, without dummies; of groups that change, shares of packs."""
     figures = step.figures
-    if step.groups_change:
-        return float(figures.microbatches)
-    return figures.microbatches * (1 - figures.dummies / figures.packs)
+    real = figures.packs if step.groups_change else figures.packs - figures.dummies
+    return figures.microbatches * max(1, real) / max(1, figures.packs)
 
 
 def _count_real_work(step: FedStep, cp_size: int) -> None:

@@ -30,7 +30,7 @@ class PackShare:
     position_ids_R: Tensor
     """int64 [R]: position of each of the rank's rows within its own sample."""
     padding_mask_R: Tensor | None
-    """bool [R]: True where a row belongs to no sample; None where every row does."""
+    """bool [R]: True where a row belongs to no sample, as no row of a dummy does; None where every row does."""
     pack_position_ids_T: Tensor
     """int64 [T]: position of every row of the pack: RoPE's angles are cut to the rank by Megatron."""
     cu_seqlens: Tensor

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, dummy_pack, share_of_rank
+from megatron_packing.thd.pack import fill_up
 from tests import tolerances
 from tests.runs.harness import Run, Runner
 from tests.runs.test_equals_unpacked import PACKED, PADDED, assert_same_training, later_wins
@@ -142,16 +143,18 @@ def _counts(settings: dict[str, Any]) -> None:
     samples = _samples()
     expected, tokens = _alone(samples, settings)
     unpadded = _counted(build_pack(samples, alignment=1), settings)
-    for alignment in (1, 4, 16):
-        logged, counted, gradients = _counted(build_pack(samples, alignment=alignment), settings)
-        assert counted == tokens, alignment
+    packs = {f"alignment {alignment}": build_pack(samples, alignment=alignment) for alignment in (1, 4, 16)}
+    packs["one shape"] = fill_up(packs["alignment 4"], rows=96, num_boundaries=9)  # a tail, and sentinels behind it
+    for name_of_pack, pack in packs.items():
+        logged, counted, gradients = _counted(pack, settings)
+        assert counted == tokens, name_of_pack
         for name, values in logged.items():
             true = torch.tensor(expected["z" if name == "z_loss" else "balance"])
-            assert ((values - true).abs() <= tolerances.LOGITS * true).all(), (alignment, name, values, true)
+            assert ((values - true).abs() <= tolerances.LOGITS * true).all(), (name_of_pack, name, values, true)
         assert len(logged) == 4
         for name, gradient in gradients.items():
             distance = (gradient - unpadded[2][name]).norm()
-            assert distance <= tolerances.WEIGHTS_REL_L2 * unpadded[2][name].norm() + 1e-6, (alignment, name)
+            assert distance <= tolerances.WEIGHTS_REL_L2 * unpadded[2][name].norm() + 1e-6, (name_of_pack, name)
 
     def without_mask(model: Any) -> None:
         model.current.router_mask = _NoMask()
