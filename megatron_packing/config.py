@@ -446,6 +446,10 @@ _PACKED = (
         "--hybrid-layer-pattern {value}: recurrent layers would carry state across samples. Leave packing out.",
     ),
     _refuse(
+        "hybrid_override_pattern",
+        "--hybrid-override-pattern {value}: recurrent layers would carry state across samples. Leave packing out.",
+    ),
+    _refuse(
         "heterogeneous_layers_config_path",
         "--heterogeneous-layers-config-path: not proven under packing. Leave packing out.",
     ),
@@ -473,10 +477,10 @@ _PACKED_EXPERTS = (
         lambda value: value != "alltoall",
     ),
     _refuse(
-        "moe_expert_capacity_factor",
-        "--moe-expert-capacity-factor {value}: which tokens are dropped would depend on how samples are packed. Drop "
-        "the flag.",
-        lambda value: value is not None,
+        "moe_router_load_balancing_type",
+        "--moe-router-load-balancing-type {value}: it balances over every row of a microbatch, padding included. Use "
+        "aux_loss, seq_aux_loss, global_aux_loss or none.",
+        lambda value: bool({"sinkhorn", "quantile_balancing"} & set(value if isinstance(value, list) else [value])),
     ),
 )
 

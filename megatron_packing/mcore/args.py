@@ -369,11 +369,7 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
             said.append(
                 f"balanced: keeps the busiest rank's work small, {_MEANING[objective(config.balance, config.topology)]}"
             )
-        if args.num_experts and (any(_as_list(args.moe_aux_loss_coeff)) or args.moe_z_loss_coeff):
-            said.append(
-                "auxiliary losses of the experts' router are computed microbatch by microbatch, so that they depend on "
-                "how samples are packed"
-            )
+        said += _warnings_of_experts(args)
         if args.attention_dropout or args.hidden_dropout:
             said.append(
                 "dropout is on: a packed and an unpacked run draw different random numbers, so their losses differ by "
@@ -555,6 +551,24 @@ def _check_order(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--packing-shuffle with --dataloader-type cyclic: two shuffles, one over the other. Drop --dataloader-type."
         )
+
+
+def _warnings_of_experts(args: argparse.Namespace) -> list[str]:
+    """What of a mixture of experts depends on how samples are packed. Padding does not count in any loss."""
+    if not args.num_experts:
+        return []
+    said = []
+    if any(_as_list(args.moe_aux_loss_coeff)):  # the z-loss is a sum over tokens, whatever their packs
+        said.append(
+            "WARNING: auxiliary losses of the experts' router are computed microbatch by microbatch, so that they "
+            "depend on how samples are packed"
+        )
+    if args.moe_expert_capacity_factor is not None:
+        said.append(
+            f"WARNING: --moe-expert-capacity-factor {args.moe_expert_capacity_factor}: which tokens an expert drops "
+            "depends on how samples are packed, and padding takes places too"
+        )
+    return said
 
 
 def _warnings_of_order(args: argparse.Namespace) -> list[str]:

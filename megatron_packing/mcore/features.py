@@ -208,7 +208,21 @@ FEATURES: tuple[Feature, ...] = (
         name="moe_capacity",
         title="expert capacity with dropping",
         flags={"num_experts": 8, "moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": 1.0},
-        note="which tokens are dropped depends on the packs",
+        note="which tokens are dropped depends on the packs, and padding takes places too; the log warns",
+    ),
+    Feature(
+        name="moe_sinkhorn",
+        title="sinkhorn and quantile routing",
+        flags={
+            "num_experts": 8,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "sinkhorn",
+        },
+    ),
+    Feature(
+        name="moe_dispatchers",
+        title="other token dispatchers than alltoall",
+        flags={"num_experts": 8, "moe_token_dispatcher_type": "allgather"},
     ),
     Feature(name="mtp", title="multi-token prediction", flags={"mtp_num_layers": 1}),
     Feature(name="hybrid", title="hybrid models (Mamba, gated delta net)", flags={"hybrid_layer_pattern": "M*M*"}),

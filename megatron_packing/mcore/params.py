@@ -53,4 +53,4 @@ def padding_mask(batch: PackedBatch | PackShare) -> Tensor | None:
     """bool [1, rows]: True where a row of this rank belongs to no sample; None where every row does."""
     if isinstance(batch, PackShare):
         return None if batch.padding_mask_R is None else batch.padding_mask_R[None]
-    return batch.padding_mask_T()[None] if batch.is_padded else None
+    return batch.padding_mask_T()[None] if batch.is_padded or batch.is_dummy else None

@@ -21,8 +21,10 @@ from megatron_packing.errors import PackingError
 from megatron_packing.mcore.attention_spec import check_attention_honours_boundaries, rotate_by_the_packs_group
 from megatron_packing.mcore.feed import FedStep, StepFeeder
 from megatron_packing.mcore.fit_cost import CostFitter
-from megatron_packing.mcore.params import padding_mask, to_packed_seq_params
+from megatron_packing.mcore.params import to_packed_seq_params
 from megatron_packing.mcore.report import StepReporter
+from megatron_packing.mcore.routers import RouterMask, average_over_packs, forget_losses, prepare_routers
+from megatron_packing.mcore.unproven import check_layers
 from megatron_packing.thd import PackShare
 
 
@@ -56,6 +58,7 @@ class PackedStepRunner:
             feeder = self._prepare(chunks)
             self._reporter.step_begins(training=not forward_only)
             if not forward_only:
+                forget_losses()
                 _begin_fitting(self._fitter, feeder)
             step = feeder.feed(data_iterator, num_microbatches, training=not forward_only)
             iterators = [PackIterator(step.shares, current, self._fitter.mark) for current in self._currents]
@@ -75,6 +78,7 @@ class PackedStepRunner:
                 current.share = None
             _running.clear()
             if not forward_only:
+                average_over_packs(samples_per_rank=num_microbatches, packs_per_rank=_packs_per_rank(step))
                 _count_real_work(step, self._config.topology.cp)
                 if step.figures.targets == 0:
                     losses = _skip_update(chunks, losses)
@@ -108,13 +112,15 @@ def prepare_chunk(chunk: nn.Module, current: "CurrentMicrobatch") -> None:
     """Make a model chunk run packs: once each. `current.share` is then the pack that its forward is given.
 
     Raises:
-        ConfigError: the chunk's attention would look across samples.
+        ConfigError: the chunk's attention, or a layer, would look across samples.
     """
     from megatron.core.utils import get_model_config
 
     check_attention_honours_boundaries(chunk)
+    check_layers(chunk)
     config = get_model_config(chunk)
     config.variable_seq_lengths = True  # packs differ in length; argument validation hard-codes False
+    current.router_mask = prepare_routers(chunk)
     chunk.register_forward_pre_hook(current.hand_in_boundaries, with_kwargs=True)
     if not config.apply_rope_fusion:  # the fused kernel reads the boundaries itself
         _restart_rope_in_each_sample(chunk, current)
@@ -127,6 +133,7 @@ class CurrentMicrobatch:
         self.share: PackShare | None = None
         self.groups: ContextGroups | None = None
         """Where the ranks that share a pack change from one to the next."""
+        self.router_mask = RouterMask(has_routers=False, is_cut=False)
 
     def hand_in_boundaries(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -135,7 +142,7 @@ class CurrentMicrobatch:
         if self.share is None:
             return args, kwargs
         kwargs = {**kwargs, "packed_seq_params": to_packed_seq_params(self.share, self.groups)}
-        mask = padding_mask(self.share)
+        mask = self.router_mask.of(self.share)
         if mask is not None:
             kwargs["padding_mask"] = mask
         return args, kwargs
@@ -207,6 +214,13 @@ def _config_of(chunks: list[nn.Module]) -> Any:
     from megatron.core.utils import get_model_config
 
     return get_model_config(chunks[0])
+
+
+def _packs_per_rank(step: FedStep) -> float:
+    """Packs that a data-parallel rank ran in the mean, without dummies; of groups that change, shares of packs."""
+    figures = step.figures
+    real = figures.packs if step.groups_change else figures.packs - figures.dummies
+    return figures.microbatches * max(1, real) / max(1, figures.packs)
 
 
 def _count_real_work(step: FedStep, cp_size: int) -> None:

@@ -104,11 +104,13 @@ class PackedBatch:
 
     @property
     def is_padded(self) -> bool:
-        """Whether any row belongs to no sample."""
+        """Whether a sample has rows beyond its length."""
         return self.cu_seqlens is not self.cu_seqlens_padded
 
     def padding_mask_T(self) -> Tensor:
-        """bool [T]: True where a row belongs to no sample."""
+        """bool [T]: True where a row belongs to no sample, as no row of a dummy does."""
+        if self.is_dummy:
+            return torch.ones_like(self.tokens_T, dtype=torch.bool)
         rows = torch.arange(self.num_rows, dtype=torch.int32, device=self.cu_seqlens.device)
         sample_of_row = torch.searchsorted(self.cu_seqlens_padded[1:], rows, right=True)
         real_ends = self.cu_seqlens_padded[:-1] + self.cu_seqlens.diff()

@@ -30,7 +30,7 @@ class PackShare:
     position_ids_R: Tensor
     """int64 [R]: position of each of the rank's rows within its own sample."""
     padding_mask_R: Tensor | None
-    """bool [R]: True where a row belongs to no sample; None where every row does."""
+    """bool [R]: True where a row belongs to no sample, as no row of a dummy does; None where every row does."""
     pack_position_ids_T: Tensor
     """int64 [T]: position of every row of the pack: RoPE's angles are cut to the rank by Megatron."""
     cu_seqlens: Tensor
@@ -90,13 +90,15 @@ def make_share(
     """A share from the pack's boundaries, from which positions and padding follow, and the rank's own rows."""
     rows = rows_of_cp_rank(cu_seqlens_padded, cp_size, cp_rank)
     positions_T, padding_T = _positions_and_padding(cu_seqlens, cu_seqlens_padded)
-    padded = cu_seqlens is not cu_seqlens_padded
+    if is_dummy:
+        padding_T = torch.ones_like(padding_T)
+    has_padding = is_dummy or cu_seqlens is not cu_seqlens_padded
     return PackShare(
         tokens_R=tokens_R,
         labels_R=labels_R,
         loss_mask_R=loss_mask_R,
         position_ids_R=positions_T[rows],
-        padding_mask_R=padding_T[rows] if padded else None,
+        padding_mask_R=padding_T[rows] if has_padding else None,
         pack_position_ids_T=positions_T,
         cu_seqlens=cu_seqlens,
         cu_seqlens_padded=cu_seqlens_padded,

@@ -146,12 +146,17 @@ def test_proven_layouts_pass(sizes: dict[str, Any]) -> None:
     ("setting", "value", "words"),
     [
         ("moe_token_dispatcher_type", "allgather", "--moe-token-dispatcher-type allgather"),
-        ("moe_expert_capacity_factor", 1.5, "--moe-expert-capacity-factor 1.5"),
+        ("moe_router_load_balancing_type", "sinkhorn", "--moe-router-load-balancing-type sinkhorn"),
+        ("moe_router_load_balancing_type", ["sinkhorn"], "--moe-router-load-balancing-type .*padding included"),
+        ("moe_router_load_balancing_type", "quantile_balancing", "--moe-router-load-balancing-type quantile_balancing"),
     ],
 )
 def test_what_a_packed_mixture_of_experts_is_refused(setting: str, value: Any, words: str) -> None:
-    fine = {**ORDINARY, "num_experts": 8, "moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": None}
-    check_megatron_flags(fine, packed=True, attention="te")
+    fine = {**ORDINARY, "num_experts": 8, "moe_token_dispatcher_type": "alltoall"}
+    balanced: list[Any] = ["none", "aux_loss", ["aux_loss"], ["seq_aux_loss", "global_aux_loss"]]
+    for balancing in balanced:
+        fine |= {"moe_router_load_balancing_type": balancing, "moe_expert_capacity_factor": 1.5}
+        check_megatron_flags(fine, packed=True, attention="te")
     check_megatron_flags({**fine, "num_experts": None, setting: value}, packed=True, attention="te")
     with pytest.raises(ConfigError, match=words):
         check_megatron_flags({**fine, setting: value}, packed=True, attention="te")
@@ -287,6 +292,7 @@ ORDINARY: dict[str, Any] = {
     "inprocess_restart": False,
     "mtp_num_layers": None,
     "hybrid_layer_pattern": None,
+    "hybrid_override_pattern": None,
     "heterogeneous_layers_config_path": None,
     "fp8": None,
     "fp4": None,
@@ -330,6 +336,7 @@ PACKED = [
     ("inprocess_restart", True, "--inprocess-restart"),
     ("mtp_num_layers", 1, "--mtp-num-layers 1"),
     ("hybrid_layer_pattern", "M*M*", r"--hybrid-layer-pattern M\*M\*"),
+    ("hybrid_override_pattern", "M*M*", r"--hybrid-override-pattern M\*M\*"),
     ("heterogeneous_layers_config_path", "layers.json", "--heterogeneous-layers-config-path"),
     ("fp4", "e2m1", "--fp4-format e2m1"),
     ("fp16", True, "--fp16"),

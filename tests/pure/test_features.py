@@ -179,6 +179,8 @@ def test_every_context_parallel_kind_of_transformer_engine_has_a_line() -> None:
         ("hybrid", ["--hybrid-layer-pattern", "carry state across samples"]),
         ("linear_attention", ["--experimental-attention-variant gated_delta_net", "carry state across samples"]),
         ("mla", ["--multi-latent-attention"]),
+        ("moe_sinkhorn", ["--moe-router-load-balancing-type sinkhorn", "padding included"]),
+        ("moe_dispatchers", ["--moe-token-dispatcher-type allgather"]),
     ],
 )
 def test_what_runs_refuse_is_refused_in_the_same_words(name: str, words: list[str]) -> None:

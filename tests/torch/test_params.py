@@ -75,3 +75,9 @@ def test_with_padding_the_padded_boundaries_stand_for_both() -> None:
     assert mask is not None
     assert mask.dtype == torch.bool
     assert mask.tolist() == [[False] * 7 + [True] + [False] * 2 + [True] * 2]
+
+
+def test_no_row_of_a_dummy_belongs_to_a_sample() -> None:
+    mask = padding_mask(dummy_pack(alignment=4))
+    assert mask is not None
+    assert mask.tolist() == [[True] * 4]

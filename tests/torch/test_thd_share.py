@@ -168,4 +168,5 @@ def test_a_dummy_is_shared_out_as_one(cp: int) -> None:
         assert share.loss_mask_R is not None
         assert not share.loss_mask_R.any()
         assert share.cu_seqlens is share.cu_seqlens_padded
-        assert share.padding_mask_R is None
+        assert share.padding_mask_R is not None
+        assert share.padding_mask_R.all()  # no row belongs to a sample
