@@ -137,7 +137,7 @@ def thd_out_correction(out: Tensor, step: Tensor, *rest: Any) -> None:
     rows = _halves(cu_seqlens)[1] if only_second_half else torch.arange(out.shape[0])
     weight = (sums[-1] - sums[-2][:, rows]).exp().T[..., None]
     before = out[rows] * (sums[0] - sums[1])[:, rows].exp().T[..., None] if len(sums) == 3 else out[rows]
-    out[rows] = before + step.view(rows.numel(), *out.shape[1:]) * weight
+    out[rows] = (before + step.view(rows.numel(), *out.shape[1:]) * weight).to(out.dtype)
 
 
 def thd_grad_correction(grad: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str) -> None:

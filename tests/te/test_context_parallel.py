@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_packing.mcore import te_versions
 from megatron_packing.mcore.te_versions import CP_COMM_TYPES
-from megatron_packing.thd import PackedBatch, PackShare, build_pack, share_of_rank
+from megatron_packing.thd import PackedBatch, PackShare, build_pack, fill_up, share_of_rank
 from megatron_packing.thd.layout import rows_of_cp_rank
 from tests import tolerances
 from tests.runs.harness import Runner
@@ -24,18 +24,23 @@ KNOWN = [kind for kind, known in CP_COMM_TYPES.items() if known.is_in(VERSION)]
 LACKING = [kind for kind in CP_COMM_TYPES if kind not in KNOWN]
 WINDOWS = [kind for kind in te_versions.CP_WITH_WINDOW if kind in KNOWN]
 
-LENGTHS = {"no padding": (8, 16, 8, 24), "padding between samples": (5, 13, 1, 23)}
+EVEN, UNEVEN = (8, 16, 8, 24), (5, 13, 1, 23)
+PACKS = {
+    "no padding": build_pack(random_samples(EVEN), alignment=8),
+    "padding between samples": build_pack(random_samples(UNEVEN), alignment=8),
+    "one shape, with a tail": fill_up(build_pack(random_samples(UNEVEN), alignment=8), rows=64, num_boundaries=8),
+}
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("kind", KNOWN)
-def test_logits_and_gradients_equal_each_sample_alone(kind: str, lengths: str, runner: Runner) -> None:
-    runner.call(functools.partial(_equals_alone, kind, LENGTHS[lengths], None), ranks=_ranks(kind))
+def test_logits_and_gradients_equal_each_sample_alone(kind: str, pack: str, runner: Runner) -> None:
+    runner.call(functools.partial(_equals_alone, kind, PACKS[pack], None), ranks=_ranks(kind))
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_so_they_do_with_a_sliding_window(kind: str, runner: Runner) -> None:
-    runner.call(functools.partial(_equals_alone, kind, LENGTHS["padding between samples"], (3, 0)), ranks=2)
+    runner.call(functools.partial(_equals_alone, kind, PACKS["padding between samples"], (3, 0)), ranks=2)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KNOWN if "+" not in kind])
@@ -93,10 +98,6 @@ def _rows_logits(model: torch.nn.Module, share: PackShare) -> Tensor:
         return model(share.tokens_R[None], share.position_ids_R[None], None)[0]
 
 
-def _pack(lengths: tuple[int, ...]) -> PackedBatch:
-    return build_pack(random_samples(lengths), alignment=2 * torch.distributed.get_world_size())
-
-
 def _my_share(batch: PackedBatch) -> PackShare:
     return share_of_rank(batch, cp_size=torch.distributed.get_world_size(), cp_rank=torch.distributed.get_rank())
 
@@ -108,9 +109,9 @@ def _whole(alone: list[Tensor], batch: PackedBatch) -> Tensor:
     return whole
 
 
-def _equals_alone(kind: str, lengths: tuple[int, ...], window: tuple[int, int] | None) -> None:
-    alone, gradients = _alone(lengths, window)
-    model, batch = _shared_model(kind, window), _pack(lengths)
+def _equals_alone(kind: str, batch: PackedBatch, window: tuple[int, int] | None) -> None:
+    alone, gradients = _alone(tuple(length for length in batch.cu_seqlens.diff().tolist() if length), window)
+    model = _shared_model(kind, window)
     share = _my_share(batch)
     logits = _rows_logits(model, share)
     theirs = _whole(alone, batch)[rows_of_cp_rank(batch.cu_seqlens_padded, share.cp_size, share.cp_rank)]
@@ -124,9 +125,8 @@ def _equals_alone(kind: str, lengths: tuple[int, ...], window: tuple[int, int] |
 
 
 def _what_is_wrong_is_seen(kind: str) -> None:
-    lengths = LENGTHS["no padding"]
-    alone, _ = _alone(lengths, None)
-    model, batch = _shared_model(kind, None), _pack(lengths)
+    alone, _ = _alone(EVEN, None)
+    model, batch = _shared_model(kind, None), PACKS["no padding"]
     share, theirs = _my_share(batch), _whole(alone, batch)
     mine = torch.arange(batch.num_rows // 2) + share.cp_rank * (batch.num_rows // 2)
     contiguous = replace(share, tokens_R=batch.tokens_T[mine])
@@ -145,4 +145,4 @@ def _it_refuses(kind: str) -> None:
         patch.setattr(te_versions, "check", lambda version, asked: None)
         model = _shared_model(kind, (3, 0) if window else None)
     with pytest.raises(AssertionError, match=r"not supported|does not support|No support"):
-        _rows_logits(model, _my_share(_pack(LENGTHS["no padding"])))
+        _rows_logits(model, _my_share(PACKS["no padding"]))

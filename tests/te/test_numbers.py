@@ -7,11 +7,12 @@ arguments that every kernel of it gets.
 import functools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, share_of_rank
+from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, fill_up, share_of_rank
 from tests import tolerances
 from tests.runs.harness import Runner
 from tests.runs.toy_model import hooked, random_samples, toy_gpt
@@ -19,12 +20,22 @@ from tests.runs.toy_model import hooked, random_samples, toy_gpt
 LENGTHS = (5, 20, 1, 7, 8)
 
 
-@pytest.mark.parametrize("alignment", [1, 8], ids=["no padding", "padding between samples"])
-@pytest.mark.parametrize("window", [None, (3, 0)], ids=["causal", "sliding window"])
-def test_logits_and_gradients_equal_each_sample_alone(
-    alignment: int, window: tuple[int, int] | None, runner: Runner
-) -> None:
-    runner.call(functools.partial(_equals_alone, alignment, window))
+PACKS = {
+    "no padding": build_pack(random_samples(LENGTHS), alignment=1),
+    "padding between samples": build_pack(random_samples(LENGTHS), alignment=8),
+    "one shape, with a tail": fill_up(build_pack(random_samples(LENGTHS), alignment=2), rows=64, num_boundaries=10),
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "sliding window": {"window_size": (3, 0)},
+    "sinks": {"softmax_type": "learnable"},
+}
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_gradients_equal_each_sample_alone(pack: str, kind: str, runner: Runner) -> None:
+    runner.call(functools.partial(_equals_alone, PACKS[pack], KINDS[kind]))
 
 
 def test_changing_one_sample_changes_the_others_by_exactly_nothing(runner: Runner) -> None:
@@ -35,15 +46,18 @@ def test_the_comparison_sees_a_wrong_flag_and_a_wrong_boundary(runner: Runner) -
     runner.call(_what_is_wrong_is_seen)
 
 
-def _pair(window: tuple[int, int] | None) -> tuple[torch.nn.Module, torch.nn.Module]:
+def _pair(settings: dict[str, Any]) -> tuple[torch.nn.Module, torch.nn.Module]:
     """The model on Transformer Engine's attention, as a packed run has it, and Megatron's own with the same weights."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    models = [toy_gpt(core_attention=core, window_size=window) for core in (TEDotProductAttention, DotProductAttention)]
-    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(mine, theirs)
-    return hooked(models[0]), models[1]
+    mine, theirs = (toy_gpt(core_attention=core, **settings) for core in (TEDotProductAttention, DotProductAttention))
+    weights = dict(theirs.named_parameters())
+    assert weights.keys() == dict(mine.named_parameters()).keys()
+    with torch.no_grad():
+        for name, weight in mine.named_parameters():
+            weight.copy_(weights[name])
+    return hooked(mine), theirs
 
 
 def _logits(model: torch.nn.Module, batch: PackedBatch) -> list[torch.Tensor]:
@@ -53,6 +67,7 @@ def _logits(model: torch.nn.Module, batch: PackedBatch) -> list[torch.Tensor]:
     return [
         logits[start : start + length]
         for start, length in zip(batch.cu_seqlens_padded.tolist(), batch.cu_seqlens.diff().tolist(), strict=False)
+        if length
     ]
 
 
@@ -66,24 +81,25 @@ def _alone(model: torch.nn.Module, sample: SampleTensors) -> torch.Tensor:
     return model(sample.tokens_L[None], torch.arange(sample.length)[None], causal)[0]
 
 
-def _equals_alone(alignment: int, window: tuple[int, int] | None) -> None:
-    (packing, stock), samples = _pair(window), random_samples(LENGTHS)
-    packed = _logits(packing, build_pack(samples, alignment=alignment))
+def _equals_alone(batch: PackedBatch, settings: dict[str, Any]) -> None:
+    (packing, stock), samples = _pair(settings), random_samples(LENGTHS)
+    packed = _logits(packing, batch)
     sum(_loss(logits, sample) for logits, sample in zip(packed, samples, strict=True)).backward()
     for logits, sample in zip(packed, samples, strict=True):
         alone = _alone(stock, sample)
         assert (logits - alone).abs().max() <= tolerances.LOGITS * max(1.0, float(alone.abs().max()))
         _loss(alone, sample).backward()
-    for (name, mine), theirs in zip(packing.named_parameters(), stock.parameters(), strict=True):
-        difference = (mine.grad - theirs.grad).norm()
-        assert difference <= 1e-5 * theirs.grad.norm() + 1e-6, f"gradient of {name}: {difference}"
-    if window is not None:
-        full = _alone(toy_gpt(core_attention=type(stock.decoder.layers[0].self_attention.core_attention)), samples[1])
-        assert (packed[1] - full).abs().max() > 0.1, "the window must reach less far than the sample, or says nothing"
+    gradients = {name: parameter.grad for name, parameter in stock.named_parameters()}
+    for name, parameter in packing.named_parameters():
+        difference = (parameter.grad - gradients[name]).norm()
+        assert difference <= 1e-5 * gradients[name].norm() + 1e-6, f"gradient of {name}: {difference}"
+    if settings:
+        plain, _ = _pair({})
+        assert (packed[1] - _logits(plain, batch)[1]).abs().max() > 0.1, "else the setting says nothing"
 
 
 def _changing_one_changes_only_one() -> None:
-    (model, _), samples = _pair(None), random_samples(LENGTHS)
+    (model, _), samples = _pair({}), random_samples(LENGTHS)
     changed = [*samples]
     changed[1] = replace(samples[1], tokens_L=random_samples(LENGTHS, seed=2)[1].tokens_L)
     before, after = (_logits(model, build_pack(given, alignment=4)) for given in (samples, changed))
@@ -92,7 +108,7 @@ def _changing_one_changes_only_one() -> None:
 
 
 def _what_is_wrong_is_seen() -> None:
-    (model, stock), samples = _pair(None), random_samples(LENGTHS)
+    (model, stock), samples = _pair({}), random_samples(LENGTHS)
     batch = build_pack(samples, alignment=8)
     real = batch.cu_seqlens.clone()
     real[-1] = batch.num_rows  # as many rows as there are, or the shape alone would give it away

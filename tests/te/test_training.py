@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -36,22 +37,34 @@ def rows(lengths: list[int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+SHARED = "--bf16 --context-parallel-size 2"
+UNFUSED, FUSED = "UnfusedDotProductAttention", "FusedAttention"
+
+
 @pytest.mark.parametrize(
-    ("flags", "ranks", "alignment"),
-    [("", 1, 1), ("--tensor-model-parallel-size 2 --sequence-parallel", 2, 2)],
-    ids=["no padding", "TP 2, padding between samples"],
+    ("flags", "ranks", "alignment", "kernel"),
+    [
+        ("", 1, 1, UNFUSED),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 2, 2, UNFUSED),
+        (SHARED, 2, 4, FUSED),
+        (f"{SHARED} --cp-comm-type a2a --window-size 7,0", 2, 4, FUSED),
+    ],
+    ids=["no padding", "TP 2, padding between samples", "CP 2", "CP 2 by all-to-all, sliding window"],
 )
 def test_the_boundaries_that_arrive_are_those_of_the_files_samples(
-    flags: str, ranks: int, alignment: int, runner: Runner, rows: Path, lengths: list[int]
+    flags: str, ranks: int, alignment: int, kernel: str, runner: Runner, rows: Path, lengths: list[int]
 ) -> None:
     flags = f"{CONTRACT.replace('--use-varlen-dataset', '')} {GIVEN} {flags}"
     run = runner.train(flags, data=rows, ranks=ranks)
     padded = [-(-length // alignment) * alignment for length in lengths]
+    assert len(run.losses) == 3
+    assert all(map(math.isfinite, run.losses))
     for rank in range(ranks):
+        assert calls_of(run, rank)["kernels"] == [kernel]
         for layer in range(1, LAYERS + 1):
             arrived = [call["lengths"] for call in calls_of(run, rank)["calls"] if call["layer"] == layer]
             assert sorted(itertools.chain.from_iterable(arrived)) == sorted(padded)
-            assert max(map(sum, arrived)) <= 128
+            assert max(map(sum, arrived)) <= 128 * (2 if SHARED in flags else 1)
 
 
 def calls_of(run: Run, rank: int = 0) -> dict[str, Any]:
