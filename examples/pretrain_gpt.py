@@ -15,12 +15,19 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 # The order in which get_batch returns its fields, as in Megatron-LM's script.
@@ -40,16 +47,17 @@ BATCH_KEYS = [
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | None = None) -> list[Any]:
     """The next microbatch, shared over TP. Without packing there is no context parallelism here."""
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return [None for _ in BATCH_KEYS]
     args = get_args()
+    has_cu_seqlens = args.sft or args.dataloader_inter_document_masking
+    if not is_first_or_last_pipeline_stage(vp_stage) and not has_cu_seqlens:
+        return [None for _ in BATCH_KEYS]
     batch: dict[str, Any] = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         given = next(data_iterator)
         batch = {key: given[key].cuda(non_blocking=True) if key in given else None for key in BATCH_KEYS}
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=has_cu_seqlens,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -63,7 +71,8 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | 
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    return [batch[key] for key in BATCH_KEYS]
+    batch = flatten_batch_for_packed_sequences(batch)
+    return [batch.get(key) for key in BATCH_KEYS]
 
 
 def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
@@ -87,13 +96,34 @@ def forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[
     batch = dict(zip(BATCH_KEYS, get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage")), strict=True))
     loss_mask = batch["loss_mask"]
     output = model(
-        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"], loss_mask=loss_mask
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=loss_mask,
+        packed_seq_params=packed_inputs(batch),
     )
     return output, partial(loss_func, loss_mask)
 
 
+def packed_inputs(batch: dict[str, Any]) -> PackedSeqParams | None:
+    """Boundaries of rows that Megatron's own datasets packed (--sft, --dataloader-inter-document-masking)."""
+    if batch["cu_seqlens"] is None:
+        return None
+    boundaries, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].item())
+    update_seqlen_stats_from_cu_seqlens(boundaries)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        tokens_per_sample=get_args().seq_length,
+    )
+
+
 def train_valid_test_datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> list[Any]:
-    """Megatron's own datasets, from .bin/.idx files or made up (--mock-data)."""
+    """Megatron's own datasets, from .bin/.idx files, of conversations (--sft), or made up (--mock-data)."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -109,12 +139,15 @@ def train_valid_test_datasets_provider(num_samples: list[int], vp_stage: int | N
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=False,
+        inter_document_masking=args.dataloader_inter_document_masking,
+        context_parallel_size=args.context_parallel_size,
     )
 
     def is_built_on_rank() -> bool:
-        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+        has_data = args.sft or is_first_or_last_pipeline_stage(vp_stage)
+        return mpu.get_tensor_model_parallel_rank() == 0 and has_data
 
-    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    dataset = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(dataset, num_samples, is_built_on_rank, config).build()
 
 

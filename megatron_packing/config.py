@@ -69,8 +69,6 @@ class PackingConfig:
     attention: Literal["te", "sdpa", "stock", "spec"] = "sdpa"
     """The core attention of the run: Transformer Engine's, ours (sdpa), Megatron's own, or that of the user's --spec,
     which is looked at once the model is built."""
-    kernel: Literal["auto", "sdpa", "varlen", "flash"] = "auto"
-    """What computes our own attention; `auto`: what the device and its type allow."""
     chat_format: str = "auto"
     """How conversations become tokens."""
     train_on: str = "all-assistant"
@@ -518,6 +516,33 @@ _GROUPS_CHANGE = (
 )
 
 
+# What of packed runs holds for inputs that Megatron packs itself, each as long as the others: the model, not the data.
+_NOT_OF_PACKED_INPUTS = (
+    *("micro_batch_size", "eval_micro_batch_size", "dataloader_inter_document_masking", "inprocess_restart"),
+    *("logits_load_dir", "yaml_cfg"),
+)
+
+
+def check_packed_inputs(flags: Mapping[str, Any]) -> None:
+    """Refuse settings of Megatron under which our attention is not proven on inputs that Megatron packs itself.
+
+    Args:
+        flags: attribute name -> value, as Megatron parsed them, before its own validation.
+
+    Raises:
+        ConfigError: for the first such setting.
+    """
+    kept = tuple(rule for rule in _PACKED if rule.setting not in _NOT_OF_PACKED_INPUTS)
+    _apply_rules(kept + _OUR_ATTENTION + _NOT_TRANSFORMER_ENGINE, flags)
+    _check_backend(flags)
+    ranks = flags.get("context_parallel_size")
+    if ranks is not None and ranks > 1:
+        raise ConfigError(
+            f"--context-parallel-size {ranks} with inputs that Megatron packs itself: not proven with our attention. "
+            "Set it to 1, or let --sequence-packing-scheduler pack."
+        )
+
+
 def check_megatron_flags(
     flags: Mapping[str, Any], *, packed: bool, attention: str, groups_change: bool = False
 ) -> None:
@@ -539,11 +564,20 @@ def check_megatron_flags(
         rules += _NOT_TRANSFORMER_ENGINE
     if groups_change:
         rules += _GROUPS_CHANGE
+    _apply_rules(rules, flags)
+    if packed and attention in ("sdpa", "te"):
+        _check_backend(flags)
+
+
+def _apply_rules(rules: tuple[_Refusal, ...], flags: Mapping[str, Any]) -> None:
     for rule in rules:
         # A setting that this version of Megatron does not know cannot be wrong.
         if rule.setting in flags and rule.refused(flags[rule.setting]):
             raise ConfigError(rule.message.format(value=flags[rule.setting]))
-    if packed and attention in ("sdpa", "te") and str(flags.get("attention_backend")) in ("AttnBackend.local", "local"):
+
+
+def _check_backend(flags: Mapping[str, Any]) -> None:
+    if str(flags.get("attention_backend")) in ("AttnBackend.local", "local"):
         raise ConfigError(
             "--attention-backend local: puts Megatron's own attention in the place of the one that honours boundaries. "
             "Drop the flag."

@@ -20,6 +20,7 @@ from megatron_packing.config import (
     TRAIN_ON,
     PackingConfig,
     check_megatron_flags,
+    check_packed_inputs,
     samples_kept_together,
 )
 from megatron_packing.errors import ConfigError, MissingDependency
@@ -208,9 +209,10 @@ def _add_packing_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     add(
         "--packing-attention",
         choices=ATTENTION_BACKENDS,
-        default="auto",
-        help="core attention; auto: te with --transformer-impl transformer_engine, else ours, by the first of varlen "
-        "(torch's kernel), flash (FlashAttention) and sdpa that the device allows",
+        default=None,
+        help="core attention; auto (default): te with --transformer-impl transformer_engine, else ours, by the first "
+        "of varlen (torch's kernel), flash (FlashAttention) and sdpa that the device allows; without packing: ours "
+        "for the inputs of --sft and --dataloader-inter-document-masking",
     )
     add("--packing-log-interval", type=int, default=1, help="steps between two lines of packing figures")
     add(
@@ -303,7 +305,6 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
         overlong=args.packing_overlong,
         bad_rows=args.packing_bad_rows,
         attention=attention,  # type: ignore[arg-type]
-        kernel=args.packing_attention if args.packing_attention in OUR_KERNELS else "auto",
         chat_format=args.packing_chat_format,
         train_on=args.packing_train_on,
         schema=args.packing_schema,
@@ -376,6 +377,32 @@ def apply(config: PackingConfig, args: argparse.Namespace) -> list[str]:
                 "chance; set both dropouts to 0 to compare them"
             )
     return said
+
+
+def kernel(args: argparse.Namespace) -> str:
+    """What computes our attention, where it is ours that runs; `auto`: what the device and its type allow."""
+    return str(args.packing_attention) if args.packing_attention in OUR_KERNELS else "auto"
+
+
+def apply_to_packed_inputs(args: argparse.Namespace) -> list[str]:
+    """Without packing of ours: set our attention for inputs that Megatron packs itself; returns what to say.
+
+    Raises:
+        ConfigError: there are no such inputs, or ours cannot attend to them.
+    """
+    flag = f"--packing-attention {args.packing_attention}"
+    inputs = {"--sft": args.sft, "--dataloader-inter-document-masking": args.dataloader_inter_document_masking}
+    if not any(inputs.values()):
+        raise ConfigError(f"{flag}: nothing is packed here. Add {', '.join(inputs)} or --use-varlen-dataset.")
+    if (attention := _attention(args, packed=True)) != "sdpa":
+        raise ConfigError(
+            f"{flag} with {next(name for name, given in inputs.items() if given)} and no scheduler: that attention "
+            f"({attention}) is no business of ours. Drop the flag, or use --transformer-impl local without --spec."
+        )
+    check_packed_inputs(vars(args))
+    args.spec = list(LOCAL_SPEC)
+    args.create_attention_mask_in_dataloader = False  # the boundaries are the mask
+    return ["core attention: ours, within the boundaries of inputs that Megatron packs"]
 
 
 _MEANING = {"step": "over the whole step (step)", "lockstep": "in each microbatch (lockstep)"}
@@ -528,7 +555,7 @@ def _named_scheduler(args: argparse.Namespace) -> str | None:
 
 def _attention(args: argparse.Namespace, *, packed: bool) -> str:
     local = args.transformer_impl == "local"
-    wanted = args.packing_attention
+    wanted = args.packing_attention or "auto"
     if wanted == "auto" and args.spec is not None:
         return "spec"
     if wanted == "auto":

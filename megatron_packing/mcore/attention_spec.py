@@ -36,10 +36,9 @@ def local_layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
 
     The kernel is the one that --packing-attention names, where the run has our flags.
     """
-    from megatron_packing.mcore.hooks import active_config
+    from megatron_packing.mcore.hooks import kernel_of_our_attention
 
-    settings = active_config()
-    kernel = "auto" if settings is None else settings.kernel
+    kernel = kernel_of_our_attention()
     return _default_spec_with(functools.partial(PackedDotProductAttention, kernel=kernel), model_config, vp_stage)
 
 

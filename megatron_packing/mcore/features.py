@@ -98,6 +98,12 @@ FEATURES: tuple[Feature, ...] = (
         note="bf16 on CUDA; --transformer-impl local",
     ),
     Feature(
+        name="packed_inputs",
+        title="our attention, rows that Megatron packs (--sft, --dataloader-inter-document-masking)",
+        backend="sdpa",
+        note="--packing-attention without a scheduler; refused with context parallelism, where it is not proven",
+    ),
+    Feature(
         name="te_attention",
         title="Transformer Engine's attention",
         transformer_engine=_ENGINE.since_text,

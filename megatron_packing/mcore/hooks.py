@@ -1,6 +1,7 @@
 """Where does packing enter Megatron? At six places, all in this file; without our flags each passes straight through.
 
-1. `parse_and_validate_args`: our flags join the parser; what must hold is set before validation.
+1. `parse_and_validate_args`: our flags join the parser; what must hold is set before validation. For inputs that
+   Megatron packs itself (--packing-attention alone) that is all there is to do.
 2. `pretrain`: our datasets take the place of the script's, our `get_batch` that of the script's.
 3. `get_forward_backward_func`: each step's samples are packed, and the schedule runs the packs.
 4. `compile_helpers`: skipped where the wheel ships the compiled helpers without their Makefile.
@@ -24,6 +25,7 @@ from megatron_packing.schedule import warm_up
 _installed = False
 _dry_run = False
 _config: PackingConfig | None = None
+_kernel = "auto"
 
 
 def install(*, dry_run: bool = False) -> None:
@@ -48,6 +50,11 @@ def install(*, dry_run: bool = False) -> None:
 def active_config() -> PackingConfig | None:
     """The settings of this run; None where none of our features is on, or arguments are not parsed yet."""
     return _config
+
+
+def kernel_of_our_attention() -> str:
+    """What --packing-attention says of our attention, with packing or without."""
+    return _kernel
 
 
 def _rebind_in_script(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
@@ -100,18 +107,20 @@ def _chain_argument_parsing() -> None:
 
 
 def _configure(parsed: argparse.Namespace) -> None:
-    global _config
+    global _config, _kernel
     from megatron_packing.mcore import args as packing_args
     from megatron_packing.mcore.checkpoints import check_tracker
 
-    _config = None
+    _config, _kernel, said = None, packing_args.kernel(parsed), []
     if packing_args.wants_packing(parsed):
         _config = packing_args.resolve(parsed)
         check_tracker(parsed.load)
         said = packing_args.check_transformer_engine(_config, parsed, dry_run=_dry_run)
-        for line in said + packing_args.apply(_config, parsed):
-            if parsed.rank == 0:
-                print(f"megatron_packing: {line}", flush=True)
+        said += packing_args.apply(_config, parsed)
+    elif parsed.packing_attention is not None:
+        said = packing_args.apply_to_packed_inputs(parsed)
+    for line in said if parsed.rank == 0 else []:
+        print(f"megatron_packing: {line}", flush=True)
 
 
 # --- 2. datasets and get_batch --------------------------------------------------------------------

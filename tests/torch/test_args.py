@@ -179,6 +179,52 @@ def test_a_recipe_s_rows_are_what_megatron_pads_its_own_matrices_to() -> None:
         assert name == "blockwise" or rows == get_fp8_align_size(Fp8Recipe(name))
 
 
+PACKED_INPUTS = (f"{LOCAL} --sft", f"{LOCAL} --dataloader-inter-document-masking")
+
+
+@pytest.mark.parametrize("inputs", PACKED_INPUTS)
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", "varlen", "flash"])
+def test_our_attention_alone_for_what_megatron_packs_itself(
+    parser: argparse.ArgumentParser, inputs: str, kernel: str
+) -> None:
+    parsed = parser.parse_args(f"{inputs} --packing-attention {kernel} --micro-batch-size 2".split())
+    before = vars(parsed).copy()
+    assert not packing_args.wants_packing(parsed)
+    assert packing_args.kernel(parsed) == kernel
+    assert packing_args.apply_to_packed_inputs(parsed) == [
+        "core attention: ours, within the boundaries of inputs that Megatron packs"
+    ]
+    changed = {name for name, value in vars(parsed).items() if value != before[name]}
+    assert changed == {"spec", "create_attention_mask_in_dataloader"}, "data, loss and steps stay Megatron's"
+    assert parsed.spec == packing_args.LOCAL_SPEC
+
+
+def test_it_is_not_on_unless_asked_for(parser: argparse.ArgumentParser) -> None:
+    parsed = parser.parse_args(f"{LOCAL} --sft".split())
+    assert (parsed.packing_attention, packing_args.kernel(parsed)) == (None, "auto")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (f"{LOCAL} --packing-attention sdpa", "--packing-attention sdpa: nothing is packed here. Add --sft"),
+        (f"{TE} --sft --packing-attention auto", r"--packing-attention auto with --sft .* \(te\) is no business"),
+        (f"{TE} --sft --packing-attention sdpa", "--packing-attention sdpa with --transformer-impl transformer_engine"),
+        (f"{LOCAL} --sft --packing-attention stock", r"\(stock\) is no business of ours"),
+        (f"{LOCAL} --sft --packing-attention auto --spec a b", r"\(spec\) is no business of ours"),
+        (f"{LOCAL} --sft --packing-attention varlen --spec a b", "two layer specs"),
+        (f"{LOCAL} --sft --packing-attention auto --context-parallel-size 2", "--context-parallel-size 2 with inputs"),
+        (f"{LOCAL} --sft --packing-attention auto --multi-latent-attention", "--multi-latent-attention: not proven"),
+        (f"{LOCAL} --sft --packing-attention auto --softmax-type learnable", "--softmax-type learnable: our"),
+        (f"{LOCAL} --sft --packing-attention auto --fp8-format hybrid", "--fp8-format hybrid: only Transformer"),
+        (f"{LOCAL} --sft --packing-attention auto --attention-backend local", "--attention-backend local: puts"),
+    ],
+)
+def test_what_our_attention_alone_is_not_proven_with(parser: argparse.ArgumentParser, flags: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        packing_args.apply_to_packed_inputs(parser.parse_args(flags.split()))
+
+
 DYNAMIC = f"{LOCAL} --use-varlen-dataset --no-rope-fusion --dynamic-context-parallel"
 
 
