@@ -1,6 +1,7 @@
 """Which capacity, CP and scheduler? The same ranks, cut otherwise, plan some of the steps; what each costs, in words.
 
-Memory is what a rank holds of a microbatch, in tokens: a run's activations grow with it, in proportion. Balance is what
+Memory is what a rank holds of a microbatch, in tokens, in proportion to which a run's activations grow; in bytes where
+the model is known. Balance is what
 a step takes over the mean rank's work. A larger CP also exchanges keys and values in every layer: counted only where
 the cost model says what that costs. Cost: a few seconds at most, see `_STEPS`.
 """
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from megatron_packing.cli.model_flags import in_gib
 from megatron_packing.cli.planning import Setting
 from megatron_packing.data.progress import progress_bar
 from megatron_packing.schedule import Metrics, imbalance, mean_metrics, objective, warm_up
@@ -43,6 +45,8 @@ class Choice:
     max_tokens_per_rank: int
     memory: float
     """Tokens that a rank may hold, over those of the setting that was asked for."""
+    activation_bytes: int | None
+    """What a rank keeps for the backward pass, an estimate; None where no model is known."""
     imbalance: float
     """A step takes this many times the mean rank's work; mean over the steps looked at."""
     fill: float
@@ -57,8 +61,9 @@ class Choice:
 
     def cost(self) -> str:
         """Memory and balance, in words."""
+        size = "" if self.activation_bytes is None else f", {in_gib(self.activation_bytes)}"
         return (
-            f"{self.max_tokens_per_rank:,} tokens a rank ({self.memory:g}x the memory for activations), "
+            f"{self.max_tokens_per_rank:,} tokens a rank ({self.memory:g}x the memory for activations{size}), "
             f"steps of {self.imbalance:.3f} times the mean rank's work, {self.microbatches_per_rank:,.1f} microbatches "
             f"{self.fill:.0%} full"
         )
@@ -150,6 +155,7 @@ def _choice(setting: Setting, scheduler: str, mean: Metrics, kept_small: str, *,
         dp=setting.topology.dp,
         max_tokens_per_rank=setting.max_tokens_per_rank,
         memory=setting.max_tokens_per_rank / asked,
+        activation_bytes=setting.activation_bytes,
         imbalance=imbalance(mean, kept_small),
         fill=mean.fill,
         microbatches_per_rank=mean.microbatches_per_rank,

@@ -15,6 +15,7 @@ import typer
 from megatron_packing.cli.baselines import padded_baseline, sorted_baseline
 from megatron_packing.cli.capacity_advice import advise
 from megatron_packing.cli.lengths import load_lengths
+from megatron_packing.cli.model_flags import ModelFlags, cost_of
 from megatron_packing.cli.output import console, print_json, say
 from megatron_packing.cli.padded import padded_account
 from megatron_packing.cli.plan_page import write_page
@@ -30,6 +31,7 @@ from megatron_packing.schedule import (
     GroupSizes,
     check_scheduler,
 )
+from megatron_packing.schedule.memory import ActivationMemory
 from megatron_packing.topology import Topology
 
 type Int64Array = npt.NDArray[np.int64]
@@ -78,12 +80,29 @@ def plan(
         int | None, typer.Option("--max-seqs", "--thd-max-packed-sequences", min=1, help="Most samples in one pack.")
     ] = None,
     cost_linear: Annotated[
-        float, typer.Option(help="Work of a token, in query-key pairs; 24576 is about a dense model of 7B parameters.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            help="Work of a token, in query-key pairs; 24576 is about a dense model of 7B parameters. Default: by the "
+            "model's sizes, if they are given, else 0."
+        ),
+    ] = None,
     cost_quadratic: Annotated[float, typer.Option(help="Work of a query-key pair.")] = 1.0,
     cost_communication: Annotated[
         float, typer.Option(help="Work of a token, on every rank, where several ranks share its pack.")
     ] = 0.0,
+    num_layers: Annotated[int | None, typer.Option(min=1, help="Of the model, for its memory and its work.")] = None,
+    hidden_size: Annotated[int | None, typer.Option(min=1, help="Of the model.")] = None,
+    num_attention_heads: Annotated[int | None, typer.Option(min=1, help="Of the model.")] = None,
+    num_query_groups: Annotated[int | None, typer.Option(min=1, help="Default: as many as heads.")] = None,
+    kv_channels: Annotated[int | None, typer.Option(min=1, help="Default: hidden size / heads.")] = None,
+    ffn_hidden_size: Annotated[int | None, typer.Option(min=1, help="Default: as training's.")] = None,
+    swiglu: Annotated[bool, typer.Option("--swiglu", help="The model's MLPs are gated.")] = False,
+    padded_vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Entries of the output layer; without it logits are not counted.")
+    ] = None,
+    recompute_granularity: Annotated[
+        str | None, typer.Option(help="selective or full: what is computed again instead of kept.")
+    ] = None,
     min_dynamic_context_parallel_size: Annotated[
         int, typer.Option(help="dynamic_cp: ranks of the smallest group; groups have 1, 2, 4, ... times as many.")
     ] = 1,
@@ -100,15 +119,28 @@ def plan(
 
     Instead of --lengths: --data PATH --tokenizer NAME, and every data and tokenizer flag that `inspect` takes, with
     --limit N for the first N rows of each file; that needs Megatron. Steps are consecutive global batches; an
-    incomplete last one is left out. Nothing needs a GPU.
+    incomplete last one is left out. With --num-layers, --hidden-size and --num-attention-heads, work is the model's
+    FLOPs, and what a rank keeps of activations is estimated in bytes. Nothing needs a GPU.
     """
     names = list(dict.fromkeys(map(check_scheduler, scheduler or ["first_fit"])))
+    memory = ModelFlags(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=num_attention_heads,
+        num_query_groups=num_query_groups,
+        kv_channels=kv_channels,
+        ffn_hidden_size=ffn_hidden_size,
+        swiglu=swiglu,
+        padded_vocab_size=padded_vocab_size,
+        recompute_granularity=recompute_granularity,
+    ).memory()
     setting = _setting(
         topology=Topology(dp=dp, cp=cp, tp=tp, pp=pp, ep=ep, sequence_parallel=sequence_parallel),
         max_tokens_per_rank=max_seqlen_per_dp_cp_rank,
         seq_length=seq_length,
         max_seqs=max_seqs,
-        cost=CostModel(linear=cost_linear, quadratic=cost_quadratic, communication=cost_communication),
+        cost=cost_of(memory, linear=cost_linear, quadratic=cost_quadratic, communication=cost_communication),
+        memory=memory,
         group_sizes=GroupSizes(smallest=min_dynamic_context_parallel_size, any_size=any_group_size),
         schedulers=names,
         balance=packing_balance,
@@ -189,6 +221,7 @@ def _figures(report: PlanReport) -> dict[str, object]:
         "recommended": None if report.recommended is None else asdict(report.recommended),
         "baselines": {name: one.as_dict() for name, one in report.baselines.items()},
         "advice": None if report.advice is None else report.advice.as_dict(),
+        "activation_bytes": report.setting.activation_bytes,
     }
 
 
@@ -199,6 +232,7 @@ def _setting(
     seq_length: int | None,
     max_seqs: int | None,
     cost: CostModel,
+    memory: ActivationMemory | None,
     group_sizes: GroupSizes,
     schedulers: Sequence[str],
     balance: str,
@@ -219,6 +253,7 @@ def _setting(
         seq_length=seq_length or max_tokens_per_rank * widest_cp,
         max_seqs=max_seqs,
         cost=cost,
+        memory=memory,
         group_sizes=group_sizes,
         balance=balance,
     )

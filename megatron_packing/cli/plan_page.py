@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_packing.cli.plan_report import PlanReport
-from megatron_packing.cli.plan_tables import ROWS, without_packing
+from megatron_packing.cli.plan_tables import ROWS, memory_in_words, without_packing
 from megatron_packing.cli.survey_tables import histogram
 from megatron_packing.cli.svg import Frame, box, line, picture, text, ticks, y_axis
 from megatron_packing.errors import ConfigError
@@ -82,7 +82,8 @@ def _setting_in_words(report: PlanReport) -> str:
     setting, topology = report.setting, report.setting.topology
     return (
         f"{len(report.steps):,} steps of {len(report.steps[0]):,} samples; DP {topology.dp}, CP {topology.cp}, TP "
-        f"{topology.tp}, PP {topology.pp}; a pack holds {setting.capacity_of}, alignment {topology.alignment}."
+        f"{topology.tp}, PP {topology.pp}; a pack holds {setting.capacity_of}, alignment "
+        f"{topology.alignment}{memory_in_words(setting)}."
     )
 
 

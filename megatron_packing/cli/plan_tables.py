@@ -6,9 +6,11 @@ from rich.table import Table
 
 from megatron_packing.cli.baselines import Baseline
 from megatron_packing.cli.capacity_advice import Advice
+from megatron_packing.cli.model_flags import in_gib
 from megatron_packing.cli.output import console
 from megatron_packing.cli.padded import PaddedAccount
 from megatron_packing.cli.plan_report import PlanReport
+from megatron_packing.cli.planning import Setting
 from megatron_packing.schedule import Metrics
 
 # Figure of a scheduler -> how it is written. What padding does in its place is in `without_packing`.
@@ -39,7 +41,7 @@ def _comparison(report: PlanReport) -> Table:
     setting = report.setting
     table = Table(
         title=f"Mean of a step (steps: {len(report.steps):,}, samples in each: {len(report.steps[0]):,}); "
-        f"packs of {setting.capacity:,} tokens, alignment {setting.topology.alignment}",
+        f"packs of {setting.capacity:,} tokens, alignment {setting.topology.alignment}{memory_in_words(setting)}",
         title_justify="left",
     )
     table.add_column("")
@@ -50,6 +52,12 @@ def _comparison(report: PlanReport) -> Table:
     for label, write in ROWS:
         table.add_row(label, *(column.get(label, "-") for column in columns), *(write(mean) for mean in means))
     return table
+
+
+def memory_in_words(setting: Setting) -> str:
+    """What a rank keeps, to end a sentence with; nothing where no model is known."""
+    size = setting.activation_bytes
+    return "" if size is None else f"; activations of {in_gib(size)} a rank"
 
 
 def without_packing(baseline: Baseline) -> dict[str, str]:
@@ -71,7 +79,8 @@ def _choices_table(advice: Advice) -> Table:
         table.add_column(name, justify="right")
     rows: dict[tuple[str, ...], list[str]] = {}
     for one in advice.choices:
-        cut = (f"{one.cp:,}", f"{one.dp:,}", f"{one.max_tokens_per_rank:,}", f"{one.memory:g}x")
+        memory = f"{one.memory:g}x" + ("" if one.activation_bytes is None else f", {in_gib(one.activation_bytes)}")
+        cut = (f"{one.cp:,}", f"{one.dp:,}", f"{one.max_tokens_per_rank:,}", memory)
         rows.setdefault(cut, []).append(f"{one.imbalance:.3f} in {one.microbatches_per_rank:,.1f} microbatches")
     for cut, cells in rows.items():
         table.add_row(*cut, *cells)

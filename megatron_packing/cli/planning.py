@@ -23,6 +23,7 @@ from megatron_packing.schedule import (
     objective,
     warm_up,
 )
+from megatron_packing.schedule.memory import ActivationMemory
 from megatron_packing.topology import Topology
 
 type Int64Array = npt.NDArray[np.int64]
@@ -53,6 +54,8 @@ class Setting:
     group_sizes: GroupSizes
     widest_cp: int
     """Ranks that share the largest pack which every scheduler can make."""
+    memory: ActivationMemory | None = None
+    """Of the model that will run; None: it is not known."""
 
     @property
     def capacity(self) -> int:
@@ -63,6 +66,11 @@ class Setting:
     def capacity_of(self) -> str:
         """The capacity, in words."""
         return f"{self.capacity:,} = {self.max_tokens_per_rank:,} per rank x CP {self.widest_cp}"
+
+    @property
+    def activation_bytes(self) -> int | None:
+        """What a rank keeps of a full microbatch for the backward pass, an estimate; None where no model is known."""
+        return None if self.memory is None else self.memory.of(self.max_tokens_per_rank, self.topology)
 
     def plan(self, lengths: Int64Array, scheduler: str) -> Plan:
         """The plan of one step."""

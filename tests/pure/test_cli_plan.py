@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 from megatron_packing import __version__
 from megatron_packing.cli.lengths import load_lengths
 from megatron_packing.cli.main import app
+from megatron_packing.cli.model_flags import ModelFlags
 from megatron_packing.cli.padded import padded_account
 from megatron_packing.schedule import CostModel, make_plan, mean_metrics
 from megatron_packing.topology import Topology
+from tests.pure.test_schedule_memory import LLAMA_3_8B
 from tests.pure.test_schedule_metrics import KEYS as SCHEDULER_KEYS
 
 PADDED_KEYS = [
@@ -156,7 +158,8 @@ def test_schedulers_get_the_mean_of_their_steps(lengths_file: Path) -> None:
     flags = "--dp 2 --cp 2 --tp 2 --sequence-parallel --max-seqlen-per-dp-cp-rank 64 --global-batch-size 35"
     flags += " --max-seqs 5 --cost-linear 100 --scheduler dp_balanced --scheduler first_fit"
     report = planned("--lengths", lengths_file, *flags.split())
-    assert list(report) == ["padded", "schedulers", "recommended", "baselines", "advice"]
+    assert list(report) == ["padded", "schedulers", "recommended", "baselines", "advice", "activation_bytes"]
+    assert report["activation_bytes"] is None, "no model was named"
     assert list(report["schedulers"]) == ["dp_balanced", "first_fit"]
     lengths = np.load(lengths_file)
     for name, figures in report["schedulers"].items():
@@ -439,3 +442,74 @@ def test_what_balanced_keeps_small_is_the_users_choice(long_tailed: Path) -> Non
     assert of_step["step_imbalance"] < of_lockstep["step_imbalance"]
     assert of_lockstep["lockstep_imbalance"] < of_step["lockstep_imbalance"]
     assert "'both'; set --packing-balance to one of" in refused("--lengths", long_tailed, *flags.split(), "both")
+
+
+# --- a model ----------------------------------------------------------------------------------------
+
+SIZES = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8 --ffn-hidden-size 14336 --swiglu "
+    "--padded-vocab-size 128256"
+)
+"""Of `LLAMA_3_8B`."""
+
+
+def test_a_model_s_flops_are_its_work_and_its_bytes_are_estimated(lengths_file: Path, tmp_path: Path) -> None:
+    flags = ["--lengths", lengths_file, "--dp", 2, "--max-seqlen-per-dp-cp-rank", 8192, "--global-batch-size", 35]
+    report = planned(*flags, *SIZES.split())
+    assert report["activation_bytes"] == 8192 * 4_989_952, "see test_schedule_memory"
+    flops = CostModel.from_transformer(LLAMA_3_8B)
+    steps = np.split(np.load(lengths_file), 2)
+    plans = [make_plan(step, topology=Topology(dp=2), max_tokens_per_rank=8192, cost=flops) for step in steps]
+    mean = mean_metrics([plan.metrics(step) for plan, step in zip(plans, steps, strict=True)])
+    assert report["schedulers"]["first_fit"]["step_imbalance"] == pytest.approx(mean.step_imbalance)
+    assert planned(*flags)["schedulers"]["first_fit"]["step_imbalance"] != pytest.approx(mean.step_imbalance)
+    given = planned(*flags, *SIZES.split(), "--cost-linear", 0)
+    assert _without_times(given) == _without_times(planned(*flags)), "what is given goes before what follows"
+    for choice in report["advice"]["choices"]:
+        assert choice["activation_bytes"] == choice["max_tokens_per_rank"] * 4_989_952
+    page = tmp_path / "plan.html"
+    said = " ".join(run("plan", *flags, *SIZES.split(), "--html", page).stdout.split())  # a terminal breaks lines
+    assert "activations of about 38.1 GiB a rank" in said
+    assert "x the memory for activations, about " in said
+    assert "0.5x, about 19.0 GiB" in said
+    assert "activations of about 38.1 GiB a rank" in page.read_text()
+    assert "GiB)" in page.read_text()
+
+
+def _without_times(report: dict[str, Any]) -> dict[str, Any]:
+    figures = report["schedulers"]["first_fit"]
+    return {name: figure for name, figure in figures.items() if name != "plan_ms"}
+
+
+def test_parallel_ranks_and_recomputation_keep_less(lengths_file: Path) -> None:
+    def size(*more: object) -> int:
+        flags = ["--lengths", lengths_file, "--max-seqlen-per-dp-cp-rank", 8192, *SIZES.split(), *more]
+        return planned(*flags)["activation_bytes"]
+
+    whole = size()
+    assert size("--tp", 8, "--sequence-parallel") == whole // 8
+    assert whole // 8 < size("--tp", 8) < whole
+    assert size("--recompute-granularity", "full") < size("--recompute-granularity", "selective") < whole
+    assert size("--cp", 2) == whole, "the tokens are a rank's"
+
+
+def test_a_model_without_its_sizes_is_refused(lengths_file: Path) -> None:
+    flags = ["--lengths", lengths_file, "--max-seqlen-per-dp-cp-rank", 128]
+    said = refused(*flags, "--num-layers", 2, "--swiglu")
+    assert "without --hidden-size, --num-attention-heads: give all three, or none" in said
+    sizes = ["--num-layers", 2, "--hidden-size", 8, "--num-attention-heads", 2]
+    assert "recompute is 'some'" in refused(*flags, *sizes, "--recompute-granularity", "some")
+    defaults = ModelFlags(
+        num_layers=2,
+        hidden_size=1024,
+        num_attention_heads=16,
+        num_query_groups=None,
+        kv_channels=None,
+        ffn_hidden_size=None,
+        swiglu=True,
+        padded_vocab_size=None,
+        recompute_granularity=None,
+    ).memory()
+    assert defaults is not None
+    shape = defaults.shape
+    assert (shape.head_dim, shape.groups, shape.ffn, shape.vocabulary) == (64, 16, 2688, 0), "as Megatron's"
