@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_packing.errors import MissingDependency
 from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, share_of_rank
 
 LENGTHS = (37, 1, 90, 5, 130)
@@ -99,11 +100,25 @@ def probe(device: str, chosen: Sequence[Candidate] | None = None) -> Iterator[Ch
     Args:
         device: cpu or cuda.
         chosen: core attentions; None: `candidates`.
+
+    Raises:
+        MissingDependency: Megatron-Core cannot be imported.
     """
+    _check_import()
     with _one_rank():
         for candidate in candidates(device) if chosen is None else chosen:
             for precision in candidate.precisions:
                 yield from _probe_one(candidate, precision, device)
+
+
+def _check_import() -> None:
+    try:
+        import megatron.core.models.gpt  # noqa: F401
+    except Exception as error:  # Megatron is ready for an ImportError; a half-installed package raises others
+        raise MissingDependency(
+            f"megatron.core cannot be imported here: {type(error).__name__}: {error}. megatron-packing doctor without "
+            "--probe says what is installed."
+        ) from error
 
 
 def _probe_one(candidate: Candidate, precision: torch.dtype, device: str) -> Iterator[Check]:

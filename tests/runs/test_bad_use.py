@@ -34,6 +34,12 @@ FLAGS = {
     "relative positions": (f"{PACKED} --position-embedding-type relative", ["--position-embedding-type relative"]),
     "mrope": (f"{PACKED} --position-embedding-type mrope", ["--position-embedding-type mrope"]),
     "yarn": (f"{PACKED} --position-embedding-type yarn", ["--position-embedding-type yarn"]),
+    "multi-token prediction": (f"{PACKED} --mtp-num-layers 1", ["--mtp-num-layers 1", "from sample to sample"]),
+    "hybrid model": (f"{PACKED} --hybrid-override-pattern M*M*", ["--hybrid-override-pattern M*M*", "carry state"]),
+    "sinkhorn routing": (
+        f"{PACKED} --num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type sinkhorn",
+        ["--moe-router-load-balancing-type", "sinkhorn", "padding included"],
+    ),
     "stock attention": (f"{PACKED} --packing-attention stock", ["--packing-attention stock", "boundaries"]),
     "local attention backend": (f"{PACKED} --attention-backend local", ["--attention-backend local"]),
     "no Transformer Engine": (f"{PACKED} --packing-attention te", ["not installed", "transformer-engine[pytorch]"]),

@@ -29,6 +29,10 @@ def test_the_command_names_what_fails_and_its_exit_status_says_so(runner: Runner
     runner.call(_command_tells_right_from_wrong)
 
 
+def test_a_megatron_that_cannot_be_imported_is_one_clear_error(runner: Runner) -> None:
+    runner.call(_import_fails)
+
+
 def _ours_holds() -> None:
     from megatron_packing.mcore.probe import LENGTHS, probe
 
@@ -180,3 +184,14 @@ def _command_tells_right_from_wrong() -> None:
         ]
     assert "FAILS" in failed.stdout
     assert "holds" in failed.stdout
+
+
+def _import_fails() -> None:
+    import sys
+
+    from megatron_packing.errors import MissingDependency
+    from megatron_packing.mcore.probe import probe
+
+    sys.modules["megatron.core.models.gpt"] = None  # type: ignore[assignment]
+    with pytest.raises(MissingDependency, match=r"megatron.core cannot be imported here: ModuleNotFoundError: .*gpt"):
+        next(probe("cpu"))
