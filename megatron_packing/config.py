@@ -436,6 +436,10 @@ _PACKED = (
         "under packing. Drop the flag, or leave packing out.",
     ),
     _refuse(
+        "qk_clip",
+        "--qk-clip: rows of padding would count in the largest logit, by which it clips. Drop the flag.",
+    ),
+    _refuse(
         "mtp_num_layers",
         "--mtp-num-layers {value}: its shifted labels would cross from sample to sample. Drop the flag.",
     ),

@@ -149,11 +149,13 @@ FEATURES: tuple[Feature, ...] = (
         flags={"softmax_type": "learnable"},
     ),
     Feature(
-        name="qk_clip",
-        title="largest attention logit (--qk-clip)",
+        name="largest_logit",
+        title="largest attention logit (--log-max-attention-logit)",
         transformer_engine=LARGEST_LOGIT.since_text,
-        flags={"qk_clip": True},
+        flags={"log_max_attention_logit": True},
+        note="rows of padding count in it",
     ),
+    Feature(name="qk_clip", title="clipping by that logit (--qk-clip)", flags={"qk_clip": True}),
     Feature(
         name="fused_rope",
         title="fused RoPE",

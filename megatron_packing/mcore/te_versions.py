@@ -68,7 +68,7 @@ SINKS = Feature(
     without="no kernel takes packed samples with them",
 )
 LARGEST_LOGIT = Feature(
-    name="largest attention logit (--qk-clip, --log-max-attention-logit)",
+    name="largest attention logit (--log-max-attention-logit)",
     since=(2, 9),
     without="it is not reported",
 )

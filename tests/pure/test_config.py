@@ -344,12 +344,12 @@ PACKED = [
     ("use_megatron_fsdp", True, "--use-megatron-fsdp"),
     ("logits_load_dir", "logits", "--logits-load-dir"),
     ("yaml_cfg", "model.yaml", "--yaml-cfg"),
+    ("qk_clip", True, "--qk-clip"),
     ("attention_backend", "AttnBackend.local", "--attention-backend local"),
 ]
 OUR_ATTENTION = [
     ("window_size", (128, 0), r"--window-size \(128, 0\)"),
     ("softmax_type", "learnable", "--softmax-type learnable"),
-    ("qk_clip", True, "--qk-clip"),
     ("log_max_attention_logit", True, "--log-max-attention-logit"),
     ("fp8", "hybrid", "--fp8-format hybrid"),
 ]

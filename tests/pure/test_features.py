@@ -51,7 +51,7 @@ def test_a_cluster_can_do_all_that_is_not_refused() -> None:
         ("2.19.0", ["cp_a2a+p2p"], []),
         ("2.18.0.dev0+abc", ["cp_all_gather"], ["cp_a2a+p2p"]),
         ("2.17.1", ["cp_a2a", "cp_p2p", "te_attention"], ["cp_all_gather", "cp_a2a+p2p"]),
-        ("2.9.0", ["cp_p2p", "te_attention", "fused_rope", "qk_clip"], ["cp_a2a", "cp_all_gather", "sinks"]),
+        ("2.9.0", ["cp_p2p", "te_attention", "fused_rope", "largest_logit"], ["cp_a2a", "cp_all_gather", "sinks"]),
         ("2.1.0", [], ["te_attention", "cp_p2p", "sliding_window", "fused_rope", "moe_grouped_gemm"]),
     ],
 )
