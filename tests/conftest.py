@@ -1,6 +1,11 @@
 """Options of the whole suite, and the table of layouts that a full run prints."""
 
 import pytest
+from hypothesis import settings
+
+# A busy machine must not fail a property, in whichever files a run collects.
+settings.register_profile("packing", deadline=None)
+settings.load_profile("packing")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

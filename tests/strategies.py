@@ -6,14 +6,9 @@ appear within a handful of samples, and a failing example stays readable.
 
 from dataclasses import dataclass
 
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from megatron_packing.topology import Topology
-
-# A busy machine must not fail a property: what has to be fast has a test of its own.
-settings.register_profile("packing", deadline=None)
-settings.load_profile("packing")
 
 
 @st.composite
