@@ -109,10 +109,9 @@ def advise(steps: Sequence[Int64Array], setting: Setting) -> Advice | None:
     """Advice for these steps; None where the steps are whole sets, or the longest sample fits in no choice."""
     if len(steps[0]) > _MOST_SAMPLES:
         return None
-    longest = max(int(step.max()) for step in steps)
     looked_at = steps[:: -(-len(steps) // min(_STEPS, _MOST_SAMPLES // len(steps[0])))]
     kept_small = objective(setting.balance, setting.topology)
-    tried = [(one, scheduler) for one in _settings(setting, longest) for scheduler in SCHEDULERS]
+    tried = [(one, scheduler) for one in _settings(setting, steps) for scheduler in SCHEDULERS]
     choices = []
     with progress_bar(wanted=len(tried) * len(looked_at) * len(steps[0]) >= _LONG_WORK) as progress:
         for one, scheduler in progress.track(tried, description="trying other capacities and CPs"):
@@ -135,17 +134,19 @@ def advise(steps: Sequence[Int64Array], setting: Setting) -> Advice | None:
     )
 
 
-def _settings(setting: Setting, longest: int) -> Iterator[Setting]:
+def _settings(setting: Setting, steps: Sequence[Int64Array]) -> Iterator[Setting]:
     """Half, all and twice the tokens a rank, at a few CPs that are powers of two, where the longest sample fits."""
     ranks = setting.topology.dp * setting.topology.cp
     most_cp = ranks
     for cp in (2**power for power in range(ranks.bit_length()) if ranks % 2**power == 0):
         topology = replace(setting.topology, dp=ranks // cp, cp=cp)
         unit = topology.alignment // cp  # of tokens a rank
+        cut = replace(setting, topology=topology, widest_cp=cp)
+        largest = max(map(cut.largest_unit, steps))
         for tokens in (setting.max_tokens_per_rank // 2, setting.max_tokens_per_rank, 2 * setting.max_tokens_per_rank):
-            if cp <= most_cp and tokens and tokens % unit == 0 and topology.pad(longest) <= tokens * cp:
+            if cp <= most_cp and tokens and tokens % unit == 0 and largest <= tokens * cp:
                 most_cp = min(most_cp, _MOST_CP * cp)
-                yield replace(setting, topology=topology, max_tokens_per_rank=tokens, widest_cp=cp)
+                yield replace(cut, max_tokens_per_rank=tokens)
 
 
 def _choice(setting: Setting, scheduler: str, mean: Metrics, kept_small: str, *, asked: int) -> Choice:

@@ -30,6 +30,8 @@ class DataLengths:
     """int64 [samples], in tokens; at least one."""
     dropped: int
     """Rows that make no sample."""
+    together: int
+    """Samples of each of the other rows, which must share a pack, as a preference pair must; else 1."""
 
 
 def data_lengths(flags: Sequence[str], *, seq_length: int, seed: int) -> DataLengths:
@@ -61,14 +63,16 @@ def data_lengths(flags: Sequence[str], *, seq_length: int, seed: int) -> DataLen
         raise ConfigError(f"{name}: none of {rows:,} rows makes a sample. `megatron-packing inspect` says why.")
     if dropped:
         say("note", f"{dropped:,} of {rows:,} rows make no sample; `megatron-packing inspect` says why.")
-    if len(lengths) != rows - dropped:
+    together = getattr(run.dataset_class, "kept_together", 1)  # a class of the user's own may say nothing of it
+    if len(lengths) != (rows - dropped) * together:
+        together = 1
         say(
             "note",
             f"{rows:,} rows make {len(lengths):,} samples; --global-batch-size counts samples here, rows in a run.",
         )
     if len(paths) > 1:
         say("note", "the paths of a blend are planned one after the other; a run mixes them by their weights.")
-    return DataLengths(name=name, lengths=lengths, dropped=dropped)
+    return DataLengths(name=name, lengths=lengths, dropped=dropped, together=together)
 
 
 def _add_limit(parser: argparse.ArgumentParser) -> None:

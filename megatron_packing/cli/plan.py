@@ -4,7 +4,7 @@ Cost: 3 to 6 s for a million lengths, a scheduler; of a data file, tokenizing it
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -153,12 +153,16 @@ def plan(
             f"a run would refuse this setting: a pack holds {setting.capacity:,} tokens, and --seq-length lets a "
             f"sample have {setting.seq_length:,}.",
         )
-    source, all_lengths, dropped = _read(lengths, context.args, setting, seed)
+    source, all_lengths, dropped, together = _read(lengths, context.args, setting, seed)
+    if together > 1:
+        capacity = setting.max_tokens_per_rank * (1 if max_seqlen_per_dp_cp_rank else together)  # as training's default
+        setting = replace(setting, together=together, max_tokens_per_rank=capacity)
+        say("note", f"each row's {together} samples share a pack; --global-batch-size counts rows, as in a run.")
     _check_fit(all_lengths, source, setting, seq_length_given=seq_length is not None)
     for name in names:
         if name in NOT_IN_TRAINING:
             say("note", f"training refuses {name}: {NOT_IN_TRAINING[name]}.")
-    steps = _steps(all_lengths, source, global_batch_size)
+    steps = _steps(all_lengths, source, None if global_batch_size is None else global_batch_size * together)
     report = _report(source, steps, names, setting, dropped=dropped)
     if html is not None:
         write_page(html, report)
@@ -172,8 +176,8 @@ def plan(
             console().print(sentence)
 
 
-def _read(lengths: Path | None, words: Sequence[str], setting: Setting, seed: int) -> tuple[str, Int64Array, int]:
-    """What the lengths are of, the lengths, and the rows that make no sample.
+def _read(lengths: Path | None, words: Sequence[str], setting: Setting, seed: int) -> tuple[str, Int64Array, int, int]:
+    """What the lengths are of, the lengths, the rows that make no sample, and the samples of a row that stay together.
 
     Args:
         lengths: a file of lengths, or None for a data file.
@@ -184,13 +188,13 @@ def _read(lengths: Path | None, words: Sequence[str], setting: Setting, seed: in
     if lengths is not None:
         if words:
             raise ConfigError(f"{words[0]}: no flag that goes with --lengths. See megatron-packing plan --help.")
-        return str(lengths), load_lengths(lengths, seed), 0
+        return str(lengths), load_lengths(lengths, seed), 0, 1
     if not words:
         raise ConfigError("nothing to plan: give --lengths FILE, or --data PATH with --tokenizer NAME.")
     from megatron_packing.cli.data_lengths import data_lengths
 
     found = data_lengths(words, seq_length=setting.seq_length, seed=seed)
-    return found.name, found.lengths, found.dropped
+    return found.name, found.lengths, found.dropped, found.together
 
 
 def _report(

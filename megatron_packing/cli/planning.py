@@ -23,6 +23,7 @@ from megatron_packing.schedule import (
     objective,
     warm_up,
 )
+from megatron_packing.schedule.items import Items, Units
 from megatron_packing.schedule.memory import ActivationMemory
 from megatron_packing.topology import Topology
 
@@ -56,6 +57,8 @@ class Setting:
     """Ranks that share the largest pack which every scheduler can make."""
     memory: ActivationMemory | None = None
     """Of the model that will run; None: it is not known."""
+    together: int = 1
+    """Samples, one after the other, that must share a pack: 2 for preference pairs."""
 
     @property
     def capacity(self) -> int:
@@ -72,6 +75,17 @@ class Setting:
         """What a rank keeps of a full microbatch for the backward pass, an estimate; None where no model is known."""
         return None if self.memory is None else self.memory.of(self.max_tokens_per_rank, self.topology)
 
+    def largest_unit(self, lengths: Int64Array) -> int:
+        """Padded tokens of the samples that must share a pack, the most of all."""
+        return int(
+            Items(lengths=lengths, units=Units.of(self._sizes(lengths), len(lengths)))
+            .padded(self.topology.alignment)
+            .max()
+        )
+
+    def _sizes(self, lengths: Int64Array) -> list[int]:
+        return [self.together] * (len(lengths) // self.together)
+
     def plan(self, lengths: Int64Array, scheduler: str) -> Plan:
         """The plan of one step."""
         return make_plan(
@@ -83,6 +97,7 @@ class Setting:
             cost=self.cost,
             group_sizes=self.group_sizes,
             balance=self.balance,
+            units=None if self.together == 1 else self._sizes(lengths),
         )
 
     def metrics(self, lengths: Int64Array, scheduler: str) -> Metrics:

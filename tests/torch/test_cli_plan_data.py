@@ -3,11 +3,15 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from megatron_packing.cli.data_lengths import data_lengths
 from megatron_packing.cli.main import app
+from megatron_packing.schedule import make_plan, mean_metrics
+from megatron_packing.topology import Topology
 
 NULL = ("--tokenizer", "null:100")
 
@@ -40,6 +44,31 @@ def test_a_data_file_gives_the_plan_of_its_lengths(rows: Path, tmp_path: Path) -
     assert data == lengths
     assert "1 of 13 rows make no sample" in of_data.stderr
     assert "no bearing on the data, passed over: --lr" in of_data.stderr
+
+
+def test_both_answers_of_a_pair_share_a_pack_and_count_their_own_work(tmp_path: Path) -> None:
+    """Rows are counted as in a run, whose default capacity holds two samples; work is a**2 + b**2."""
+    path, words = tmp_path / "pairs.jsonl", [(5, 1), (2, 2), (3, 4), (1, 6), (7, 7), (2, 3), (4, 1), (6, 6)]
+    rows = [
+        {"prompt": "7", **{k: " ".join(["7"] * n) for k, n in zip(("chosen", "rejected"), pair, strict=True)}}
+        for pair in words
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--data", path, *NULL, "--packing-dataset", "preference", "--seq-length", 16, "--json")
+    result = run(*flags, "--global-batch-size", 4, "--dp", 2, "--scheduler", "balanced")
+    assert result.exit_code == 0, result.output
+    assert "each row's 2 samples share a pack; --global-batch-size counts rows" in result.stderr
+    report = json.loads(result.stdout)
+    lengths = data_lengths([str(word) for word in flags[:-3]], seq_length=16, seed=0).lengths
+    assert len(lengths) == 16
+    steps = np.split(lengths, 2)
+    plans = [make_plan(step, "balanced", Topology(dp=2), 32, units=[2] * 4) for step in steps]
+    mean = mean_metrics([plan.metrics(step) for plan, step in zip(plans, steps, strict=True)])
+    figures = report["schedulers"]["balanced"]
+    assert (figures["steps"], figures["step_imbalance"]) == (2, pytest.approx(mean.step_imbalance))
+    apart = [make_plan(step, "balanced", Topology(dp=2), 32).metrics(step).step_imbalance for step in steps]
+    assert figures["step_imbalance"] != pytest.approx(sum(apart) / 2)
+    assert all(choice["max_tokens_per_rank"] * choice["cp"] >= 16 for choice in report["advice"]["choices"])
 
 
 def test_the_first_rows_and_trainings_own_flags(rows: Path) -> None:
