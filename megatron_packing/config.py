@@ -497,7 +497,11 @@ _NOT_TRANSFORMER_ENGINE = (
 
 # What our own attention does not compute.
 _OUR_ATTENTION = (
-    _refuse("window_size", "--window-size {value}: our attention has no sliding window. Use Transformer Engine."),
+    _refuse(
+        "window_size",
+        "--window-size {value}: in our attention no row sees later ones. Set the second number to 0.",
+        lambda value: value is not None and tuple(value)[1] != 0,
+    ),
     _refuse(
         "softmax_type",
         "--softmax-type {value}: our attention computes the plain softmax only. Use Transformer Engine.",

@@ -9,6 +9,7 @@ Legend: T rows of the pack, N query heads, G key/value heads (N a multiple of G)
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ def varlen_attention(
     kernel: Kernel,
     scale: float,
     causal: bool = True,
+    window: int | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """`packed_attention` by a kernel that takes the boundaries. Nothing here waits for the device.
@@ -40,6 +42,7 @@ def varlen_attention(
         kernel: varlen or flash.
         scale: factor of the scores.
         causal: whether a row sees only itself and earlier rows of its sample.
+        window: how many rows before itself a row sees at most, if causal; None: all.
         dropout: probability of dropping an attention weight; 0 for varlen.
 
     Returns:
@@ -57,7 +60,7 @@ def varlen_attention(
             max_q=max_seqlen,
             max_k=max_seqlen,
             scale=scale,
-            window_size=(-1, 0) if causal else (-1, -1),
+            window_size=(_kernels_window(window), 0) if causal else (-1, -1),
             enable_gqa=q_TNH.shape[1] != k_TGH.shape[1],
         )
     return attend(  # type: ignore[no-any-return]
@@ -71,6 +74,7 @@ def varlen_attention(
         dropout_p=dropout,
         softmax_scale=scale,
         causal=causal,
+        window_size=(_kernels_window(window), 0 if causal else -1),
         # Its backward adds in any order unless told otherwise; torch's kernel asks torch itself.
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
@@ -84,6 +88,7 @@ def packed_attention(
     *,
     scale: float,
     causal: bool = True,
+    window: int | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attention in which no row sees another sample's rows.
@@ -95,13 +100,17 @@ def packed_attention(
         lengths: rows of each sample, padding included; their sum is T.
         scale: factor of the scores, usually H ** -0.5.
         causal: whether a row sees only itself and earlier rows of its sample.
+        window: how many rows before itself a row sees at most, if causal; None: all.
         dropout: probability of dropping an attention weight; 0 in evaluation.
 
     Returns:
         [T, N, H]. Equal to `reference.reference_attention` up to rounding.
     """
     pieces = zip(q_TNH.split(lengths), k_TGH.split(lengths), v_TGH.split(lengths), strict=True)
-    outputs = [_one_sample(q, k, v, scale=scale, causal=causal, dropout=dropout) for q, k, v in pieces]
+    outputs = [
+        _one_sample(q, k, v, scale=scale, dropout=dropout, **_causality(len(q), q.device, causal=causal, window=window))
+        for q, k, v in pieces
+    ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -115,6 +124,7 @@ def sharded_attention(
     cp_rank: int,
     scale: float,
     causal: bool = True,
+    window: int | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attention of one context-parallel rank's rows over the keys and values of the whole pack.
@@ -131,6 +141,7 @@ def sharded_attention(
         cp_rank: this one's number.
         scale: factor of the scores.
         causal: whether a row sees only itself and earlier rows of its sample.
+        window: how many rows before itself a row sees at most, if causal; None: all.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -144,14 +155,21 @@ def sharded_attention(
         for number in (cp_rank, 2 * cp_size - 1 - cp_rank):
             seen = (number + 1) * chunk if causal else length
             rows = torch.arange(number * chunk, (number + 1) * chunk, device=q_RNH.device)
-            mask = torch.arange(seen, device=q_RNH.device)[None, :] <= rows[:, None] if causal else None
+            mask = _visible(rows, seen, window) if causal else None
             part = {"scale": scale, "causal": False, "dropout": dropout, "mask": mask}
             outputs.append(_one_sample(next(queries), k[:seen], v[:seen], **part))
     return torch.cat(outputs)
 
 
 def batched_attention(
-    q_SBNH: Tensor, k_SBGH: Tensor, v_SBGH: Tensor, *, scale: float, causal: bool = True, dropout: float = 0.0
+    q_SBNH: Tensor,
+    k_SBGH: Tensor,
+    v_SBGH: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """The same for B samples of equal length S side by side, Megatron's unpacked layout.
 
@@ -159,7 +177,26 @@ def batched_attention(
         [S, B, N, H].
     """
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBNH, k_SBGH, v_SBGH))
-    return _sdpa(q, k, v, scale=scale, causal=causal, dropout=dropout).permute(2, 0, 1, 3)
+    seen = _causality(q.shape[2], q.device, causal=causal, window=window)
+    return _sdpa(q, k, v, scale=scale, dropout=dropout, **seen).permute(2, 0, 1, 3)
+
+
+def _causality(length: int, device: torch.device, *, causal: bool, window: int | None) -> dict[str, Any]:
+    """SDPA's arguments for what a row of a sample of `length` rows sees: no mask where the kernel knows the rule."""
+    if window is None or not causal or window + 1 >= length:
+        return {"causal": causal, "mask": None}
+    return {"causal": False, "mask": _visible(torch.arange(length, device=device), length, window)}
+
+
+def _visible(rows: Tensor, seen: int, window: int | None) -> Tensor:
+    """bool [rows, seen]: which of a sample's first `seen` rows each of `rows` (their numbers) sees, causally."""
+    columns = torch.arange(seen, device=rows.device)[None, :]
+    visible = columns <= rows[:, None]
+    return visible if window is None else visible & (columns >= rows[:, None] - window)
+
+
+def _kernels_window(window: int | None) -> int:
+    return -1 if window is None else window
 
 
 def _one_sample(

@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import divide
 from torch import Tensor, nn
 
@@ -100,6 +101,7 @@ class PackedDotProductAttention(MegatronModule):
         self.cp_group = pg_collection.cp
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.window = _window_of(config, layer_number)
         # Megatron's layer-dependent query/key scaling divides before the softmax and multiplies inside it.
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.hidden_per_rank = divide(config.kv_channels * config.num_attention_heads, pg_collection.tp.size())
@@ -132,16 +134,18 @@ class PackedDotProductAttention(MegatronModule):
             raise PackingError("packing's attention takes neither an explicit mask nor a bias.")
         dropout = self.dropout if self.training else 0.0
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
+        if self.window is not None and not causal:
+            raise PackingError("packing's attention has sliding windows for causal attention only.")
+        settings: dict[str, Any] = {"scale": self.scale, "causal": causal, "window": self.window, "dropout": dropout}
         if packed_seq_params is None:
             if self.cp_group.size() > 1:
                 raise PackingError("without boundaries, packing's attention runs on one context-parallel rank only.")
             with self._random_state(dropout):
-                out = batched_attention(query, key, value, scale=self.scale, causal=causal, dropout=dropout)
+                out = batched_attention(query, key, value, **settings)
             return out.reshape(*out.shape[:2], self.hidden_per_rank)
         boundaries = packed_seq_params.cu_seqlens_q_padded
         if boundaries is None:
             boundaries = packed_seq_params.cu_seqlens_q
-        settings = {"scale": self.scale, "causal": causal, "dropout": dropout}
         group = group_that_shares(packed_seq_params, self.cp_group)
         kernel = choose_kernel(query, wanted=self.kernel, dropout=dropout, cp_size=group.size())
         _say_once(kernel)
@@ -177,6 +181,14 @@ class PackedDotProductAttention(MegatronModule):
         if dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         return tensor_parallel.get_cuda_rng_tracker().fork()
+
+
+def _window_of(config: TransformerConfig, layer_number: int) -> int | None:
+    """Rows before its own that a row of this layer sees; None: all."""
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    assert config.window_size is not None
+    return None if config.window_size[0] < 0 else config.window_size[0]
 
 
 def _lengths(boundaries: Tensor) -> list[int]:

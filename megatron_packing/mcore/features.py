@@ -141,6 +141,7 @@ FEATURES: tuple[Feature, ...] = (
         title="sliding window, our attention",
         backend="sdpa",
         flags={"window_size": (128, 0)},
+        note="rows before, none after; any device",
     ),
     Feature(
         name="sinks",

@@ -348,7 +348,7 @@ PACKED = [
     ("attention_backend", "AttnBackend.local", "--attention-backend local"),
 ]
 OUR_ATTENTION = [
-    ("window_size", (128, 0), r"--window-size \(128, 0\)"),
+    ("window_size", (128, 1), r"--window-size \(128, 1\)"),
     ("softmax_type", "learnable", "--softmax-type learnable"),
     ("log_max_attention_logit", True, "--log-max-attention-logit"),
     ("fp8", "hybrid", "--fp8-format hybrid"),
@@ -381,6 +381,7 @@ def test_an_ordinary_run_passes(is_packed: bool, attention: str) -> None:
         ("position_embedding_type", "learned_absolute"),
         ("position_embedding_type", "none"),
         ("softmax_type", None),
+        ("window_size", (128, 0)),
     ],
 )
 def test_what_else_is_ordinary(setting: str, value: Any) -> None:

@@ -27,6 +27,7 @@ CASES = {
     "Llama 3 rope scaling": ("", "--use-rope-scaling", 1),
     "rope interpolation": ("", "--rotary-seq-len-interpolation-factor 4", 1),
     "half of the head rotated": ("", "--rotary-percent 0.5", 1),
+    "a sliding window in one of two layers": ("", "--window-size 8,0 --window-attn-skip-freq 2", 1),
     "DP 2": ("", "", 2),
     "DP 2, balanced": ("--sequence-packing-scheduler balanced", "", 2),
     "DP 2, distributed optimizer, overlap": (

@@ -57,12 +57,16 @@ def output_and_gradients(attention: Callable[[Tensor, Tensor, Tensor], Tensor], 
     return [out.detach(), *torch.autograd.grad((out * given.weight).sum(), (q, k, v))]
 
 
-def packed(lengths: Sequence[int], *, causal: bool = True, dropout: float = 0.0) -> Callable[..., Tensor]:
-    return lambda q, k, v: packed_attention(q, k, v, lengths, scale=SCALE, causal=causal, dropout=dropout)
+def packed(
+    lengths: Sequence[int], *, causal: bool = True, window: int | None = None, dropout: float = 0.0
+) -> Callable[..., Tensor]:
+    how = {"causal": causal, "window": window, "dropout": dropout}
+    return lambda q, k, v: packed_attention(q, k, v, lengths, scale=SCALE, **how)
 
 
-def reference(lengths: Sequence[int], *, causal: bool = True) -> Callable[..., Tensor]:
-    return lambda q, k, v: reference_attention(q, k, v, boundaries_of(lengths), scale=SCALE, causal=causal)
+def reference(lengths: Sequence[int], *, causal: bool = True, window: int | None = None) -> Callable[..., Tensor]:
+    how = {"causal": causal, "window": window}
+    return lambda q, k, v: reference_attention(q, k, v, boundaries_of(lengths), scale=SCALE, **how)
 
 
 def each_alone(lengths: Sequence[int]) -> Callable[..., Tensor]:
@@ -96,6 +100,18 @@ def test_equals_the_reference_with_gradients(lengths: list[int], kv_heads: int, 
         assert largest_error(ours, theirs) <= ATTENTION_FP32, name
 
 
+@pytest.mark.parametrize("window", [0, 2, 16, 29, 99])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_a_sliding_window_equals_the_reference_with_gradients(lengths: list[int], window: int) -> None:
+    given = inputs(sum(lengths), kv_heads=2)
+    found = output_and_gradients(packed(lengths, window=window), given)
+    true = output_and_gradients(reference(lengths, window=window), given)
+    for name, ours, theirs in zip(("output", "dq", "dk", "dv"), found, true, strict=True):
+        assert largest_error(ours, theirs) <= ATTENTION_FP32, name
+    whole = reference(lengths)(given.q, given.k, given.v)
+    assert torch.equal(true[0], whole) == (window + 1 >= max(lengths)), "the window cuts something off, or has no end"
+
+
 def test_reference_equals_a_softmax_written_out_row_by_row() -> None:
     """The truth itself, against loops: head n of the query uses head n // 2 of the keys."""
     lengths, given = [3, 2], inputs(5, heads=4, kv_heads=2)
@@ -110,6 +126,8 @@ def test_reference_equals_a_softmax_written_out_row_by_row() -> None:
 def test_what_the_reference_lets_each_row_see() -> None:
     sees = visible_TT(boundaries_of([2, 3]))
     assert sees.int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
+    narrow = visible_TT(boundaries_of([1, 3]), window=1).int().tolist()
+    assert narrow == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
     assert visible_TT(boundaries_of([1, 2]), causal=False).int().tolist() == [[1, 0, 0], [0, 1, 1], [0, 1, 1]]
 
 
@@ -191,16 +209,16 @@ def test_a_row_s_heads_drop_apart() -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("causal", [True, False])
-def test_samples_side_by_side_equal_the_reference_one_by_one(causal: bool, kv_heads: int) -> None:
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (False, None)])
+def test_samples_side_by_side_equal_the_reference_one_by_one(causal: bool, window: int | None, kv_heads: int) -> None:
     length, samples = 7, 3
     g = torch.Generator().manual_seed(0)
     q = torch.randn(length, samples, 4, H, generator=g)
     k, v = (torch.randn(length, samples, kv_heads, H, generator=g) for _ in range(2))
-    out = batched_attention(q, k, v, scale=SCALE, causal=causal)
+    out = batched_attention(q, k, v, scale=SCALE, causal=causal, window=window)
     assert out.shape == (length, samples, 4, H)
     for b in range(samples):
-        true = reference([length], causal=causal)(q[:, b], k[:, b], v[:, b])
+        true = reference([length], causal=causal, window=window)(q[:, b], k[:, b], v[:, b])
         assert largest_error(out[:, b], true) <= ATTENTION_FP32
 
 

@@ -25,6 +25,7 @@ class Case:
     heads: int
     kv_heads: int
     causal: bool
+    window: int | None
     seed: int
 
 
@@ -38,12 +39,19 @@ def cases(draw: st.DrawFn) -> Case:
         heads=kv_heads * draw(st.sampled_from([1, 2, 4])),
         kv_heads=kv_heads,
         causal=draw(st.booleans()),
+        window=draw(st.sampled_from([None, None, 0, 3, 9])),
         seed=draw(st.integers(0, 2**16)),
     )
 
 
 def sharded(
-    given: Inputs, lengths: list[int], cp: int, *, causal: bool = True, dropout: float = 0.0
+    given: Inputs,
+    lengths: list[int],
+    cp: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    dropout: float = 0.0,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What all ranks make of a pack: output and dq in its order, dk and dv summed. Then each rank's own output.
 
@@ -56,7 +64,8 @@ def sharded(
         rows = rows_of_cp_rank(boundaries_of(lengths), cp, rank)
         q, k, v = (x.clone().requires_grad_() for x in (given.q[rows], given.k, given.v))
         place = {"cp_size": cp, "cp_rank": rank}
-        mine = sharded_attention(q, k, v, lengths, **place, scale=SCALE, causal=causal, dropout=dropout)
+        how = {"causal": causal, "window": window, "dropout": dropout}
+        mine = sharded_attention(q, k, v, lengths, **place, scale=SCALE, **how)
         gradients = torch.autograd.grad((mine * given.weight[rows]).sum(), (q, k, v))
         outputs.append(mine.detach())
         out[rows], dq[rows] = mine.detach(), gradients[0]
@@ -68,8 +77,9 @@ def sharded(
 @settings(max_examples=150)
 def test_every_rank_s_rows_equal_the_reference_with_gradients(case: Case) -> None:
     given = inputs(sum(case.lengths), heads=case.heads, kv_heads=case.kv_heads, seed=case.seed)
-    found, outputs = sharded(given, case.lengths, case.cp, causal=case.causal)
-    true = output_and_gradients(reference(case.lengths, causal=case.causal), given)
+    how = {"causal": case.causal, "window": case.window}
+    found, outputs = sharded(given, case.lengths, case.cp, **how)
+    true = output_and_gradients(reference(case.lengths, **how), given)
     assert {out.shape[0] for out in outputs} == {sum(case.lengths) // case.cp}
     for name, ours, theirs in zip(("output", "dq", "dk", "dv"), found, true, strict=True):
         assert ours.shape == theirs.shape

@@ -37,6 +37,7 @@ from tests.torch.test_attention import (
     reference,
 )
 
+SEEN = [(True, None), (False, None), (True, 3)]
 VARLEN = Kernel(name="varlen", why="a test")
 FLASH = Kernel(name="flash", why="a test")
 
@@ -80,17 +81,19 @@ class StandIn:
         if self._kernel is VARLEN:
             names, scale = ("cu_seq_q", "cu_seq_k", "max_q", "max_k"), given["scale"]
             assert given["enable_gqa"] == (q.shape[1] != k.shape[1]), "the kernel refuses unequal heads otherwise"
-            assert given["window_size"] in ((-1, 0), (-1, -1)), "compared as a tuple by the kernel"
-            causal = given["window_size"] == (-1, 0)
+            assert type(given["window_size"]) is tuple, "compared as one by the kernel"
+            causal = given["window_size"][1] == 0
         else:
             names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
             scale, causal = given["softmax_scale"], given["causal"]
+        assert given["window_size"][1] == (0 if causal else -1)
+        window = None if given["window_size"][0] == -1 else given["window_size"][0]
         boundaries, longest = given[names[0]], given[names[2]]
         assert given[names[1]] is boundaries
         assert boundaries.dtype == torch.int32
         assert type(longest) is int
         assert given[names[3]] == longest >= int(boundaries.diff().max())
-        return reference_attention(q, k, v, boundaries, scale=scale, causal=causal)
+        return reference_attention(q, k, v, boundaries, scale=scale, causal=causal, window=window)
 
 
 @pytest.fixture(params=[VARLEN, FLASH], ids=["varlen", "flash"])
@@ -110,15 +113,16 @@ def by_boundaries(lengths: Sequence[int], kernel: Kernel, **settings: Any) -> Ca
     return lambda q, k, v: varlen_attention(q, k, v, boundaries_of(lengths).to(q.device), **given)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(("causal", "window"), SEEN, ids=["causal", "full", "window"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_one_call_computes_what_one_call_a_sample_does(
-    lengths: list[int], kv_heads: int, causal: bool, kernel: Kernel, stand_in: StandIn
+    lengths: list[int], kv_heads: int, causal: bool, window: int | None, kernel: Kernel, stand_in: StandIn
 ) -> None:
     given = inputs(sum(lengths), kv_heads=kv_heads)
-    found = output_and_gradients(by_boundaries(lengths, kernel, causal=causal), given)
-    true = output_and_gradients(lambda q, k, v: packed_attention(q, k, v, lengths, scale=SCALE, causal=causal), given)
+    how = {"causal": causal, "window": window}
+    found = output_and_gradients(by_boundaries(lengths, kernel, **how), given)
+    true = output_and_gradients(lambda q, k, v: packed_attention(q, k, v, lengths, scale=SCALE, **how), given)
     assert len(stand_in.calls) == 1
     for name, ours, theirs in zip(("output", "dq", "dk", "dv"), found, true, strict=True):
         assert largest_error(ours, theirs) <= ATTENTION_FP32, name
@@ -132,7 +136,6 @@ def test_flash_is_told_of_dropout_and_of_determinism(determined: bool, monkeypat
     given = inputs(9)
     by_boundaries([5, 4], FLASH, dropout=0.25)(given.q, given.k, given.v)
     assert (made.calls[0]["dropout_p"], made.calls[0]["deterministic"]) == (0.25, determined)
-    assert made.calls[0]["window_size"] == (-1, -1), "nothing but causality bounds what a row sees"
 
 
 def test_torchs_operator_takes_the_call_and_has_gradients() -> None:
@@ -284,20 +287,21 @@ def test_the_core_attention_hands_its_boundaries_to_the_kernel(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(("causal", "window"), SEEN, ids=["causal", "full", "window"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_the_kernel_adds_no_error_to_what_bf16_costs_anyway(
-    lengths: list[int], kv_heads: int, causal: bool, kernel: Kernel
+    lengths: list[int], kv_heads: int, causal: bool, window: int | None, kernel: Kernel
 ) -> None:
     if (missing := dispatch.why_missing(kernel.name)) is not None:
         pytest.skip(missing)
     exact = inputs(sum(lengths), kv_heads=kv_heads).to(torch.bfloat16)
     on_gpu = type(exact)(q=exact.q.cuda(), k=exact.k.cuda(), v=exact.v.cuda(), weight=exact.weight.cuda())
-    found = output_and_gradients(by_boundaries(lengths, kernel, causal=causal), on_gpu)
-    true = output_and_gradients(reference(lengths, causal=causal), exact.to(torch.float32))
+    how = {"causal": causal, "window": window}
+    found = output_and_gradients(by_boundaries(lengths, kernel, **how), on_gpu)
+    true = output_and_gradients(reference(lengths, **how), exact.to(torch.float32))
     sample_by_sample = output_and_gradients(
-        lambda q, k, v: packed_attention(q, k, v, lengths, scale=SCALE, causal=causal), on_gpu
+        lambda q, k, v: packed_attention(q, k, v, lengths, scale=SCALE, **how), on_gpu
     )
     for name, ours, plain, truth in zip(("output", "dq", "dk", "dv"), found, sample_by_sample, true, strict=True):
         allowed = BF16_ERROR_FACTOR * float((plain.float().cpu() - truth).abs().max())
