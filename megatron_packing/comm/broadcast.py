@@ -18,8 +18,9 @@ from megatron_packing.errors import PackingError
 from megatron_packing.thd.share import PackShare, make_share
 
 _HEAD = 6
-"""Numbers before a pack's boundaries: how many these are, whether it is a dummy, whether it is padded, how many ranks
-share it and which of them this is. All ranks of a model-parallel group have the same place among those that share."""
+"""Numbers before a pack's boundaries: how many these are, whether it is a dummy, whether it is padded, the longest
+segment, how many ranks share it and which of them this is. All ranks of a model-parallel group have the same place
+among those that share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,11 +50,12 @@ class StepFeeder:
         self._place = _find_place()
         self._packers: dict[bool, StepPacker] = {}
         """Of training and of evaluation, on ranks that draw."""
+        who_draws = {True: _who_draws(config.prefetch), False: _who_draws()}
         if self._place.has_packs:
             limit = ReadLimit(config.data_timeout)
             self._packers = {
                 training: _make_packer(config if training else config.for_evaluation(), chunks, limit, drawing)
-                for training, drawing in ((True, _who_draws(config.prefetch)), (False, _who_draws()))
+                for training, drawing in who_draws.items()
             }
         self._prefetching = PrefetchingPacker(self._packers[True]) if config.prefetch and self._packers else None
         self.groups = _make_groups(config) if config.smallest_group is not None else None
@@ -137,11 +138,15 @@ def _make_groups(config: PackingConfig) -> ContextGroups:
     from megatron.core import parallel_state
     from megatron.training.global_vars import get_args
 
-    mine = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
-    of_all = all_gather_rows(torch.tensor(mine), group=dist.group.WORLD, device=device_of())
-    rows = sorted(set(map(tuple, of_all.tolist())))
+    mine = parallel_state.get_data_parallel_group(with_context_parallel=True)
     minutes = get_args().distributed_timeout_minutes
-    return ContextGroups(rows, group_sizes_of(config).of(len(mine)), timedelta(minutes=minutes))
+    return ContextGroups(_of_all_ranks(mine), group_sizes_of(config).of(mine.size()), timedelta(minutes=minutes))
+
+
+def _of_all_ranks(mine: dist.ProcessGroup) -> list[tuple[int, ...]]:
+    """The global ranks of this rank's group and of those that the others have in its place: the same on every rank."""
+    ranks = torch.tensor(dist.get_process_group_ranks(mine))
+    return sorted(set(map(tuple, all_gather_rows(ranks, group=dist.group.WORLD, device=device_of()).tolist())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +160,10 @@ class _WhoDraws:
 
 
 def _who_draws(of_their_own: bool = False) -> _WhoDraws:
-    """Megatron's groups; or the same ranks over gloo, so that a thread may use them beside Megatron and any backend."""
+    """Megatron's groups; or the same ranks over gloo, so that a thread may use them beside Megatron and any backend.
+
+    Call on every rank of the job: also on those that do not draw.
+    """
     from megatron.core import parallel_state
 
     group, siblings = parallel_state.get_data_parallel_group(), None
@@ -164,7 +172,7 @@ def _who_draws(of_their_own: bool = False) -> _WhoDraws:
         siblings = parallel_state.get_data_parallel_group(with_context_parallel=True)
         # Plans number the DP x CP ranks as this group does: CP ranks first.
         assert siblings.rank() % cp == parallel_state.get_context_parallel_rank()
-    if of_their_own:  # in this order on every rank: no rank is in two groups of a kind
+    if of_their_own:
         group, siblings = _same_ranks(group), None if siblings is None else _same_ranks(siblings)
     return _WhoDraws(group=group, siblings=siblings)
 
@@ -173,9 +181,9 @@ def _same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
     from megatron.training.global_vars import get_args
 
     minutes = timedelta(minutes=get_args().distributed_timeout_minutes)
-    ranks = dist.get_process_group_ranks(group)
-    # The ranks that do not draw know nothing of it.
-    return dist.new_group(ranks, timeout=minutes, backend="gloo", use_local_synchronization=True)
+    # All of them on all ranks: torch numbers groups, and ranks that had made fewer would wait in the next one for ever.
+    made = {ranks: dist.new_group(list(ranks), timeout=minutes, backend="gloo") for ranks in _of_all_ranks(group)}
+    return made[tuple(dist.get_process_group_ranks(group))]
 
 
 def _make_packer(config: PackingConfig, chunks: list[nn.Module], limit: ReadLimit, drawing: _WhoDraws) -> StepPacker:

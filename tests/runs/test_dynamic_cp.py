@@ -65,7 +65,9 @@ CASES = {
     ),
     "TP2 SP DP2": Case(flags=SP, ranks=4, reference_ranks=2, usual=True),
     "EP2 CP2, folded": Case(flags=EP2, packed_only=CP2, ranks=2, reference_ranks=2, usual=True),
-    "PP2 DP2, learned positions": Case(flags=f"{PP2} {LEARNED_POSITIONS}", ranks=4, reference_ranks=2, usual=True),
+    "PP2 DP2, learned positions, prefetch": Case(
+        flags=f"{PP2} {LEARNED_POSITIONS}", packed_only="--packing-prefetch", ranks=4, reference_ranks=2, usual=True
+    ),
     "DP4": Case(packed_only=ON_FOUR, ranks=4),
     "DP4, groups of at least 2": Case(packed_only="--min-dynamic-context-parallel-size 2", ranks=4),
     "DP2, learned positions": Case(flags=LEARNED_POSITIONS, ranks=2),
