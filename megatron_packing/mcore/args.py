@@ -483,6 +483,8 @@ def _quantized_rows(args: argparse.Namespace) -> int:
 
 
 def _rows_or_max(word: str) -> int | str:
+    if word != "max" and not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word!r} is neither a number of rows nor max")
     return word if word == "max" else int(word)
 
 

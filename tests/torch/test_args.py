@@ -141,7 +141,9 @@ def test_settings_that_contradict_each_other(parser: argparse.ArgumentParser, fl
 FP8 = f"{TE} --use-varlen-dataset --fp8-format hybrid"
 
 
-def test_packs_of_one_shape_and_of_whole_units(parser: argparse.ArgumentParser) -> None:
+def test_packs_of_one_shape_and_of_whole_units(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = f"{LOCAL} --use-varlen-dataset --thd-max-packed-sequences 9"
     parsed = parser.parse_args(f"{flags} --pad-packed-seq-alignment max".split())
     config = packing_args.resolve(parsed)
@@ -152,6 +154,9 @@ def test_packs_of_one_shape_and_of_whole_units(parser: argparse.ArgumentParser) 
     assert (config.pad_alignment, config.max_tokens_per_rank, config.rows_of(50)) == (48, 96, 96)
     config, _ = _settled(parser, flags)
     assert (config.pad_alignment, config.num_boundaries, config.rows_of(50)) == (None, None, 50)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--pad-packed-seq-alignment", "most"])
+    assert "'most' is neither a number of rows nor max" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("recipe", "rows"), [("", 16), ("tensorwise", 16), ("mxfp8", 32), ("blockwise", 128)])
