@@ -428,7 +428,9 @@ def check_transformer_engine(config: PackingConfig, args: argparse.Namespace, *,
     te_versions.check(version, asked)
     if not dry_run:
         _check_that_megatron_has_it(version)
-    return [f"Transformer Engine {version}: core attention takes packed samples"]
+    return [
+        f"Transformer Engine {version}: takes packed samples (its Python is tested in {', '.join(te_versions.TESTED)})"
+    ]
 
 
 def _check_that_megatron_has_it(version: str | None) -> None:
