@@ -91,6 +91,13 @@ LAYOUTS = {
     "PP2, selective recompute": Layout(flags=PP2, ranks=2, packed_only=SELECTIVE),
     "PP2 VPP2, recompute": Layout(flags=VPP, ranks=2, packed_only=RECOMPUTE),
     "EP2, recompute": Layout(flags=EP2, ranks=2, packed_only=RECOMPUTE),
+    # What the recipes of examples/sft have besides.
+    "TP2 SP, MLP recompute": Layout(flags=SP, ranks=2, packed_only=f"{SELECTIVE} --recompute-modules mlp"),
+    "EP2, shared expert, MoE recompute": Layout(
+        flags=f"{EP2} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate --moe-router-pre-softmax",
+        ranks=2,
+        packed_only=f"{SELECTIVE} --recompute-modules moe",
+    ),
 }
 
 
