@@ -36,13 +36,14 @@ pytestmark = pytest.mark.run
 ON_TWO, ON_FOUR = ("--max-seqlen-per-dp-cp-rank 44", "--max-seqlen-per-dp-cp-rank 24")
 DYNAMIC = f"--use-varlen-dataset --dynamic-context-parallel {ON_TWO}"
 DYNAMIC_4 = later_wins(DYNAMIC, ON_FOUR)
-EVALUATED = "--eval-iters 1 --eval-interval 6 --split 80,20,0"
+EVALUATED = "--eval-iters 1 --eval-interval 7 --split 80,20,0"
 STEPS, LEARNED = 12, 0.85
 # Without decay, so that few steps teach enough for a difference to be seen. With warm-up: Adam's first steps are the
 # signs of the gradients, and turn rounding into other weights.
 SHORT = f"{EVALUATED} --train-iters {STEPS} --lr-decay-iters {STEPS} --min-lr 1e-2"
 LEARNED_POSITIONS = "--position-embedding-type learned_absolute"
 CP2 = "--context-parallel-size 2"
+SHALLOW = "--num-layers 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +64,8 @@ CASES = {
     "DP4, recompute, distributed optimizer": Case(
         packed_only=f"{ON_FOUR} {RECOMPUTE} {DISTRIBUTED}", ranks=4, usual=True
     ),
-    "TP2 SP DP2": Case(flags=SP, ranks=4, reference_ranks=2, usual=True),
-    "EP2 CP2, folded": Case(flags=EP2, packed_only=CP2, ranks=2, reference_ranks=2, usual=True),
+    "TP2 SP DP2, 1 layer": Case(flags=f"{SP} {SHALLOW}", ranks=4, reference_ranks=2, usual=True),
+    "EP2 CP2, folded, 1 layer": Case(flags=f"{EP2} {SHALLOW}", packed_only=CP2, ranks=2, reference_ranks=2, usual=True),
     "PP2 DP2, learned positions, prefetch": Case(
         flags=f"{PP2} {LEARNED_POSITIONS}", packed_only="--packing-prefetch", ranks=4, reference_ranks=2, usual=True
     ),
@@ -72,6 +73,7 @@ CASES = {
     "DP4, groups of at least 2": Case(packed_only="--min-dynamic-context-parallel-size 2", ranks=4),
     "DP2, learned positions": Case(flags=LEARNED_POSITIONS, ranks=2),
     "DP2, at most 1 sample a pack": Case(packed_only="--thd-max-packed-sequences 1", ranks=2),
+    "TP2 SP DP2": Case(flags=SP, ranks=4, reference_ranks=2),
     "TP2 DP2": Case(flags=TP2, ranks=4, reference_ranks=2),
     "TP2 SP DP2, selective recompute": Case(flags=SP, packed_only=SELECTIVE, ranks=4, reference_ranks=2),
     "TP2 SP DP2, distributed optimizer": Case(flags=SP, packed_only=DISTRIBUTED, ranks=4, reference_ranks=2),
@@ -80,6 +82,7 @@ CASES = {
     "CP4": Case(packed_only=f"{ON_FOUR} --context-parallel-size 4", ranks=4),
     "TP2 SP CP2": Case(flags=SP, packed_only=CP2, ranks=4, reference_ranks=2),
     "PP2 CP2": Case(flags=PP2, packed_only=CP2, ranks=4, reference_ranks=2),
+    "EP2 CP2, folded": Case(flags=EP2, packed_only=CP2, ranks=2, reference_ranks=2),
     "experts, DP2": Case(flags=EXPERTS, ranks=2),
     "EP2 DP2": Case(flags=EP2, ranks=2, reference_ranks=2),
     "EP2 DP4": Case(flags=EP2, packed_only=ON_FOUR, ranks=4, reference_ranks=2),
@@ -153,7 +156,7 @@ def test_long_samples_were_shared_and_short_ones_were_not(on_two: Run, on_four: 
 
 
 def test_flops_are_counted_once_a_sample(runner: Runner, few_chats: Path, on_two: Run, on_four: Run) -> None:
-    folded = CASES["EP2 CP2, folded"]
+    folded = CASES["EP2 CP2, folded, 1 layer"]
     shared = runner.train(later_wins(DYNAMIC, folded.flags, folded.packed_only, SHORT), data=few_chats, ranks=2)
     rows = [json.loads(row)["messages"] for row in few_chats.read_text().splitlines()]
     lengths = [sum(len(turn["content"].split()) for turn in row) for row in rows]
