@@ -26,6 +26,15 @@ def merge_flags(path: Path, argv: Sequence[str]) -> list[str]:
     return [*flags, *argv]
 
 
+def flags_left_out(path: Path) -> list[str]:
+    """Flags that the file names only to say that they are not set: no parser will ever see how they are spelt.
+
+    Raises:
+        ConfigError: as `merge_flags`.
+    """
+    return [_flag(key) for key, value in _load(path).items() if value is None or value is False]
+
+
 def _flag(key: Any) -> str:
     return "--" + str(key).replace("_", "-")
 

@@ -128,19 +128,20 @@ class _HelpWithPackingFlags(argparse.HelpFormatter):
 def _run(options: argparse.Namespace) -> None:
     if not options.script.is_file():
         raise ConfigError(f"{options.script}: no such script. Give the path of a Megatron training script.")
-    flags = list(options.flags)
+    flags, left_out = list(options.flags), {}
     if options.config:
-        from megatron_packing.config_file import merge_flags
+        from megatron_packing.config_file import flags_left_out, merge_flags
 
         for path in reversed(options.config):
             flags = merge_flags(path, flags)
+            left_out |= dict.fromkeys(flags_left_out(path), path)
     _become_single_process_if_alone()
     device = _choose_device(options.device, dry_run=options.dry_run)
     if device == "cpu":
         flags += _start_cpu_runtime(flags)
     from megatron_packing.mcore import hooks
 
-    hooks.install(dry_run=options.dry_run)
+    hooks.install(dry_run=options.dry_run, left_out=left_out)
     sys.argv = [str(options.script), *flags]
     if options.dry_run:
         print(f"megatron_packing: dry run of {os.environ['WORLD_SIZE']} ranks: {shlex.join(sys.argv)}", flush=True)

@@ -14,7 +14,8 @@ import argparse
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron_packing.config import PackingConfig
@@ -26,16 +27,18 @@ _installed = False
 _dry_run = False
 _config: PackingConfig | None = None
 _kernel = "auto"
+_left_out: Mapping[str, Path] = {}
 
 
-def install(*, dry_run: bool = False) -> None:
+def install(*, dry_run: bool = False, left_out: Mapping[str, Path] | None = None) -> None:
     """Patch Megatron. Call once, before it parses its arguments; the launcher does it for you.
 
     Args:
         dry_run: stop with exit code 0 once Megatron and we have checked every flag.
+        left_out: flags that a file of flags switches off, with the file; they must exist all the same.
     """
-    global _installed, _dry_run
-    _dry_run = dry_run
+    global _installed, _dry_run, _left_out
+    _dry_run, _left_out = dry_run, left_out or {}
     if _installed:
         return
     compat.check_version()
@@ -83,6 +86,7 @@ def _chain_argument_parsing() -> None:
         def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             parser = packing_args.add_packing_args(extra_args_provider(parser) if extra_args_provider else parser)
             compat.mend_help(parser)
+            _check_spelling(parser)
             return parser
 
         parse = arguments.parse_args
@@ -104,6 +108,12 @@ def _chain_argument_parsing() -> None:
 
     arguments.parse_and_validate_args = parse_and_validate_args
     _rebind_in_script(original, parse_and_validate_args)
+
+
+def _check_spelling(parser: argparse.ArgumentParser) -> None:
+    for flag, path in _left_out.items():
+        if flag not in parser._option_string_actions:
+            raise ConfigError(f"--config {path}: switches off {flag}, which is no flag. Correct or drop the key.")
 
 
 def _configure(parsed: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_packing.config_file import merge_flags
+from megatron_packing.config_file import flags_left_out, merge_flags
 from megatron_packing.errors import ConfigError
 
 
@@ -40,6 +40,10 @@ def test_keys_become_flags_in_the_order_of_the_file(config: Path) -> None:
         *("--packing-dataset", "corpus:Rows"),
         *("--data-path", "0.5", "a.jsonl", "0.5", "b.jsonl"),
     ]
+
+
+def test_flags_that_the_file_switches_off_can_be_looked_up(config: Path) -> None:
+    assert flags_left_out(config) == ["--sequence-parallel", "--tokenizer-model"]
 
 
 def test_argparse_reads_what_the_file_says(config: Path) -> None:

@@ -145,14 +145,21 @@ def test_a_wrong_flag_fails(recipe: str, change: Sequence[str], words: str, stan
     assert "every flag is good" not in run.log
 
 
-def test_a_wrong_key_of_a_config_fails(stand_in: Path, runner: Runner, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("num-leyers: 32", "unrecognized arguments: --num-leyers 32"),
+        ("sequence-parralel: false", "llama3_8b.yaml: switches off --sequence-parralel, which is no flag"),
+    ],
+)
+def test_a_wrong_key_of_a_config_fails(key: str, words: str, stand_in: Path, runner: Runner, tmp_path: Path) -> None:
     started = start(stand_in, "llama3_8b_1node.sh", "--dry-run")
     wrong = tmp_path / "llama3_8b.yaml"
-    wrong.write_text((ROOT / "configs" / "llama3_8b.yaml").read_text() + "num-leyers: 32\n")
+    wrong.write_text((ROOT / "configs" / "llama3_8b.yaml").read_text() + f"{key}\n")
     flags = [str(wrong) if Path(word).name == wrong.name else word for word in started.flags]
     run = runner.dry_run(*flags, **started.run_environment)
     assert not run.ok
-    assert "unrecognized arguments: --num-leyers 32" in run.log
+    assert words in run.log
 
 
 def test_the_environment_that_tensor_parallelism_needs_is_checked(stand_in: Path, runner: Runner) -> None:
