@@ -53,7 +53,8 @@ within a node. An estimate and no measurement; between nodes it is several times
 def with_communication(cost: CostModel, config: Any) -> CostModel:
     """`cost`, with what sharing a pack costs each of its ranks, for a planner that chooses how many share one.
 
-    In every layer a rank gathers the keys and values of the whole pack, and gives as many gradients back.
+    In every layer a rank gathers the keys and values of the whole pack, and gives as many gradients back. Tensor and
+    pipeline parallelism leave each rank a part of the FLOPs and the same part of the bytes, so that neither is in here.
 
     Args:
         cost: FLOPs of a sample.
