@@ -7,7 +7,7 @@ boundaries of the rows that a function is given.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,13 +46,12 @@ def fused_attn_bwd(
     v: Tensor,
     out: Tensor,
     grad: Tensor,
-    dtype: Any,
-    saved: Sequence[Tensor],
     *others: Any,
     **settings: Any,
 ) -> list[Any]:
     """Gradients of q, k and v, from the softmax's sum over all steps; 0 in rows of no sample."""
     grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+    (saved,) = (other for other in others if isinstance(other, list))  # older versions have one more type before it
     lse = saved[0].reshape(*q.shape[:2])
     for rows_q, rows_kv in _sequences(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, settings):
         probabilities = (_scores(q[rows_q], k[rows_kv], settings) - lse[rows_q].T[..., None]).exp()
