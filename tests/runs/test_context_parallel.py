@@ -11,7 +11,7 @@ from megatron_packing.thd import PackedBatch, SampleTensors, build_pack, share_o
 from megatron_packing.thd.layout import rows_of_cp_rank
 from tests import tolerances
 from tests.runs.harness import Runner
-from tests.runs.test_isolation import VOCAB, _hooked, _model
+from tests.runs.toy_model import VOCAB, hooked, toy_gpt
 from tests.runs.toy_step import mean_loss_and_gradient
 
 pytestmark = pytest.mark.run
@@ -91,7 +91,7 @@ def _losses_and_gradients(
     """Weighted losses in the pack's order, and the gradients of their sum, over `cp_size` ranks; computed in fp64."""
     _initialize(cp_size)
     cp_rank = dist.get_rank() % cp_size
-    model, batch = _hooked(_model(positions).double()), _batch()
+    model, batch = hooked(toy_gpt(positions=positions).double()), _batch()
     model.config.context_parallel_size = cp_size
     share = share_of_rank(batch, cp_size=cp_size, cp_rank=(cp_rank + wrong_rank) % cp_size)
     model.current.share = share
