@@ -26,7 +26,7 @@ FLAGS = {
         "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 32",
         ["--max-seqlen-per-dp-cp-rank 32", "--seq-length 64", "at least 64"],
     ),
-    "CUDA graphs": (f"{PACKED} --cuda-graph-impl local", ["--cuda-graph-impl local", "fixed shapes"]),
+    "CUDA graphs": (f"{PACKED} --cuda-graph-impl local", ["--cuda-graph-impl local", "differ in shape", "none"]),
     "EP overlap": (f"{PACKED} --overlap-moe-expert-parallel-comm", ["--overlap-moe-expert-parallel-comm"]),
     "position reset": (f"{PACKED} --reset-position-ids", ["--reset-position-ids"]),
     "mask reset": (f"{PACKED} --reset-attention-mask", ["--reset-attention-mask"]),
