@@ -108,6 +108,7 @@ def patch_megatron() -> None:
     _use_fused_adam_contract()
     _split_moe_counts_on_cpu()
     _fork_checkpoint_writers()
+    _copy_what_is_saved()
 
 
 # --- torch.cuda -----------------------------------------------------------------------------------
@@ -315,6 +316,30 @@ def _fork_checkpoint_writers() -> None:
     PersistentAsyncCaller._get_process = classmethod(start_forked)
     # Callers hold the function itself and rely on its default, which lies under Megatron's decorator.
     inspect.unwrap(filesystem_async.get_write_results_queue).__defaults__ = ("fork",)
+
+
+def _copy_what_is_saved() -> None:
+    """An asynchronous save copies tensors off the device, so that training may go on. Here they lie on the CPU already.
+
+    Uncopied they are memory that training shares with the writer's process, and a checkpoint might hold half of the
+    next step.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    global _stage
+    _stage = FileSystemWriterAsync.preload_tensors
+    FileSystemWriterAsync.preload_tensors = staticmethod(_stage_copies)
+
+
+_stage: Callable[..., Any]
+
+
+def _stage_copies(write_buckets, non_blocking=True):  # type: ignore[no-untyped-def]
+    """Runs in the writer's process, to which it is pickled, while training waits for it."""
+    return [
+        (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+        for file, key, (data, tensors) in _stage(write_buckets, non_blocking)
+    ]
 
 
 def _use_fused_adam_contract() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import tolerances
 from tests.runs.harness import Iteration, Run, Runner
@@ -188,6 +189,23 @@ def test_resume_from_an_asynchronous_save(runner: Runner, rows: Path, stop: Stop
     assert first.arguments["async_save"] == "True"
     second = runner.train(FLAGS, f"--load {folder}", data=rows)
     assert_continued(first, second, runner.train(FLAGS, data=rows))
+
+
+def _what_is_saved_stays() -> None:
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from megatron_packing.mcore import cpu_runtime
+
+    cpu_runtime.patch_megatron()
+    weight = torch.ones(3)
+    ((_, _, (_, ((_, staged),))),) = FileSystemWriterAsync.preload_tensors([("file", "key", ([], [("item", weight)]))])
+    weight.zero_()
+    assert staged.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_what_an_asynchronous_save_writes_is_what_was_there_when_it_began(runner: Runner) -> None:
+    """Training goes on meanwhile, and on the CPU in the very tensors that are saved."""
+    runner.call(_what_is_saved_stays)
 
 
 @pytest.mark.parametrize(("flags", "ranks"), [("", 1), (OVERLAP, 2)])

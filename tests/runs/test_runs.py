@@ -160,7 +160,7 @@ def test_without_our_flags_the_script_runs_as_if_we_were_not_there(runner: Runne
     assert len(with_hooks.losses) == 5
     assert with_hooks.iterations == without.iterations
     ours = {name for name in with_hooks.arguments if name not in without.arguments}
-    upstreams = ("use_varlen", "varlen_", "sequence_packing", "thd_", "dynamic_context_", "min_dynamic_context_")
+    upstreams = ("use_varlen", "varlen_", "sequence_packing", "thd_", "pad_packed_", "dynamic_context_", "min_dynamic_")
     assert all(name.startswith(("packing_", *upstreams)) for name in ours), sorted(ours)
     unlike = {n for n, value in without.arguments.items() if with_hooks.arguments[n] != value}
     assert not unlike
