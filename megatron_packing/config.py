@@ -314,10 +314,10 @@ class PackingConfig:
     def _check_groups(self) -> None:
         """Refuse what groups of ranks that change from microbatch to microbatch are not proven with."""
         what = "--sequence-packing-scheduler dynamic_cp"
-        if self.attention != "sdpa":
+        if self.attention not in ("sdpa", "te"):
             raise ConfigError(
-                f"{what} with the attention {self.attention!r}: proven with ours only. Use --transformer-impl local "
-                "without --spec."
+                f"{what} with the attention {self.attention!r}: proven with ours and with Transformer Engine's only. "
+                "Drop --spec."
             )
 
     def _check_attention(self) -> None:
@@ -520,6 +520,20 @@ _GROUPS_CHANGE = (
     _refuse(
         "apply_rope_fusion",
         "RoPE fusion: not proven with dynamic context parallelism. Add --no-rope-fusion.",
+    ),
+    _refuse(
+        "fp8",
+        "--fp8-format {value}: not proven with dynamic context parallelism, whose packs are not filled up to the rows "
+        "that a recipe wants. Use --bf16 alone.",
+    ),
+    _refuse(
+        "softmax_type",
+        "--softmax-type {value}: not proven with dynamic context parallelism. Drop the flag.",
+        lambda value: value not in (None, "vanilla"),
+    ),
+    _refuse(
+        "log_max_attention_logit",
+        "--log-max-attention-logit: not proven with dynamic context parallelism. Drop the flag.",
     ),
 )
 

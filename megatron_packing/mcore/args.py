@@ -424,7 +424,14 @@ def check_transformer_engine(config: PackingConfig, args: argparse.Namespace, *,
     if version is None and dry_run:
         return ["Transformer Engine is not installed here, so that what its version can do was not checked"]
     groups = args.num_query_groups if args.group_query_attention else None
-    asked = te_versions.asked_of(args, cp_comm_types=args.cp_comm_type, query_groups=groups)
+    sizes = () if config.smallest_group is None else GroupSizes(smallest=config.smallest_group).of(config.widest.cp)
+    kinds = args.cp_comm_type
+    if sizes and len(kinds) not in (1, args.num_layers):  # Megatron looks at it under a fixed group only
+        raise ConfigError(
+            f"--cp-comm-type {' '.join(kinds)}: names {len(kinds)} kinds for {args.num_layers} layers. Give one for "
+            "all, or one for each layer."
+        )
+    asked = te_versions.asked_of(args, cp_comm_types=kinds, query_groups=groups, group_sizes=sizes)
     te_versions.check(version, asked)
     if not dry_run:
         _check_that_megatron_has_it(version)

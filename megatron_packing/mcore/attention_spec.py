@@ -237,6 +237,28 @@ def _set_group(static: torch.distributed.ProcessGroup, module: Any, args: Any, k
     module.pg_collection.cp = group_that_shares(kwargs.get("packed_seq_params"), static)
 
 
+def let_transformer_engine_change_groups(chunk: nn.Module) -> None:
+    """Set up every Transformer Engine's attention of a chunk for whatever group a pack comes with.
+
+    Megatron hands it the group at each call, and with it a stream and the way in which ranks exchange keys and values.
+    Those two it sets up for a model with a fixed context-parallel group only: else there is no stream, with which a
+    group of several ranks fails, and `--cp-comm-type` is lost.
+    """
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+
+    for module in chunk.modules():
+        if HAVE_TE and isinstance(module, TEDotProductAttention):
+            module.cp_comm_type = _cp_comm_type_of(module.config, module.layer_number)
+            if TEDotProductAttention.cp_stream is None:  # one for all layers, as Megatron has it
+                TEDotProductAttention.cp_stream = torch.cuda.Stream()
+
+
+def _cp_comm_type_of(config: TransformerConfig, layer_number: int) -> str:
+    """What --cp-comm-type says of a layer; layers count from 1."""
+    kinds = config.cp_comm_type or "p2p"
+    return kinds if isinstance(kinds, str) else kinds[layer_number - 1]
+
+
 def check_attention_honours_boundaries(chunk: nn.Module) -> None:
     """Refuse a model chunk in which some attention would look across samples.
 

@@ -130,6 +130,18 @@ FEATURES: tuple[Feature, ...] = (
         for kind, comm in CP_COMM_TYPES.items()
     ),
     Feature(
+        name="dynamic_cp_ours",
+        title="groups of ranks that change (dynamic_cp), our attention",
+        backend="sdpa",
+        note="--no-rope-fusion",
+    ),
+    Feature(
+        name="dynamic_cp_te",
+        title="groups of ranks that change (dynamic_cp), Transformer Engine's attention",
+        transformer_engine=CP_COMM_TYPES["p2p"].since_text,
+        note="bf16, --no-rope-fusion; p2p, a2a and all_gather in the versions above",
+    ),
+    Feature(
         name="sliding_window",
         title="sliding window, Transformer Engine",
         transformer_engine=_ENGINE.since_text,

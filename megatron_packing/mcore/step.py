@@ -18,7 +18,11 @@ from torch import Tensor, nn
 from megatron_packing.comm.groups import ContextGroups
 from megatron_packing.config import PackingConfig
 from megatron_packing.errors import PackingError
-from megatron_packing.mcore.attention_spec import check_attention_honours_boundaries, rotate_by_the_packs_group
+from megatron_packing.mcore.attention_spec import (
+    check_attention_honours_boundaries,
+    let_transformer_engine_change_groups,
+    rotate_by_the_packs_group,
+)
 from megatron_packing.mcore.feed import FedStep, StepFeeder
 from megatron_packing.mcore.fit_cost import CostFitter
 from megatron_packing.mcore.params import to_packed_seq_params
@@ -102,6 +106,7 @@ class PackedStepRunner:
                 prepare_chunk(chunk, self._currents[number])
                 if self._config.smallest_group is not None:
                     rotate_by_the_packs_group(chunk)
+                    let_transformer_engine_change_groups(chunk)
                 self._prepared.add(chunk)
         if self._feeder is None:
             self._feeder = StepFeeder(self._config, chunks)

@@ -89,7 +89,9 @@ class Asked:
     """What a packed run wants of Transformer Engine's attention."""
 
     cp: int = 1
-    """Ranks that share a pack."""
+    """Ranks that share a pack; where that changes, the most of them."""
+    group_sizes: tuple[int, ...] = ()
+    """Ranks that may share a pack, where that changes from microbatch to microbatch; empty: always `cp`."""
     cp_comm_types: tuple[str, ...] = ("p2p",)
     """Of all layers; without order."""
     hierarchy: tuple[int, ...] = ()
@@ -108,18 +110,22 @@ class Asked:
     """Whether its largest logit is reported."""
 
 
-def asked_of(settings: Any, *, cp_comm_types: Sequence[str], query_groups: int | None) -> Asked:
+def asked_of(
+    settings: Any, *, cp_comm_types: Sequence[str], query_groups: int | None, group_sizes: Sequence[int] = ()
+) -> Asked:
     """What Megatron's arguments, or a model's `TransformerConfig`, ask: both call it the same.
 
     Args:
         settings: either of them.
         cp_comm_types: of its layers.
         query_groups: key and value heads; None: as many as query heads.
+        group_sizes: ranks that may share a pack, where that changes; empty: the context-parallel ranks of `settings`.
     """
     tp = settings.tensor_model_parallel_size
     heads = settings.num_attention_heads or tp
     return Asked(
-        cp=settings.context_parallel_size,
+        cp=max(group_sizes, default=settings.context_parallel_size),
+        group_sizes=tuple(group_sizes),
         cp_comm_types=tuple(cp_comm_types),
         hierarchy=tuple(settings.hierarchical_context_parallel_sizes or ()),
         heads=heads // tp,
@@ -196,11 +202,16 @@ def _check_context_parallel(version: str, kind: str, asked: Asked) -> None:
             f"--cp-comm-type {kind} with Transformer Engine {version}: packed samples need {feature.since_text} or "
             f"newer for it. Use one of {able}, or install 'transformer-engine[pytorch]>={feature.since_text}'."
         )
+    shared = f"--context-parallel-size {asked.cp}"
+    if asked.group_sizes:
+        shared = f"--sequence-packing-scheduler dynamic_cp with groups of up to {asked.cp} ranks"
+        if kind == "a2a+p2p":
+            raise ConfigError(
+                f"{shared} and --cp-comm-type {kind}: it exchanges over two levels of groups, of which a pack's group "
+                "has one. Use one of the others."
+            )
     if not asked.half_precision:
-        raise ConfigError(
-            f"--context-parallel-size {asked.cp} in fp32: Transformer Engine has context parallelism in 16 bits only. "
-            "Add --bf16."
-        )
+        raise ConfigError(f"{shared} in fp32: Transformer Engine has context parallelism in 16 bits only. Add --bf16.")
     if asked.window and kind not in CP_WITH_WINDOW:
         raise ConfigError(
             f"--window-size with --cp-comm-type {kind}: Transformer Engine has no sliding window under it. Use "
@@ -216,9 +227,10 @@ def _check_context_parallel(version: str, kind: str, asked: Asked) -> None:
 
 def _check_heads(kind: str, asked: Asked) -> None:
     """All-to-all gives each rank some of the heads."""
-    ranks = {"a2a": asked.cp, "a2a+p2p": asked.hierarchy[0] if asked.hierarchy else 1}.get(kind, 1)
-    if asked.heads % ranks or asked.groups % ranks:
-        raise ConfigError(
-            f"--cp-comm-type {kind}: {asked.heads} query and {asked.groups} key heads of a tensor-parallel rank cannot "
-            f"be shared out over {ranks} context-parallel ranks. Use p2p, or fewer of them."
-        )
+    sizes = {"a2a": asked.group_sizes or (asked.cp,), "a2a+p2p": asked.hierarchy[:1]}.get(kind, ())
+    for ranks in sizes:
+        if asked.heads % ranks or asked.groups % ranks:
+            raise ConfigError(
+                f"--cp-comm-type {kind}: {asked.heads} query and {asked.groups} key heads of a tensor-parallel rank "
+                f"cannot be shared out over {ranks} context-parallel ranks. Use p2p, or fewer of them."
+            )

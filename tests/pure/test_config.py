@@ -115,6 +115,11 @@ def test_settings_cannot_change_later() -> None:
         pytest.param({"plan": "p", "dataset": "preference", "max_tokens_per_rank": 32}, "preference", id="pair-plan"),
         pytest.param({"plan": "p", "dataset": "mock"}, "--packing-plan p with --mock-data", id="mock-plan"),
         pytest.param({"plan": "p", "overlong": "split"}, "--packing-plan p with --packing-overlong", id="split-plan"),
+        pytest.param(
+            {"attention": "spec", "scheduler": "dynamic_cp", "smallest_group": 1},
+            "dynamic_cp with the attention 'spec': .*Drop --spec",
+            id="spec-of-groups-that-change",
+        ),
         pytest.param({"plan": "p", "scheduler": "dynamic_cp"}, "with the scheduler dynamic_cp", id="groups-plan"),
         pytest.param({"fit_cost_steps": 5}, "fit-cost 5: only balanced looks at costs", id="fit-first-fit"),
         pytest.param({"prefetch": True, "scheduler": None}, "--packing-prefetch.*reference run", id="prefetch-padded"),
@@ -409,6 +414,22 @@ def test_what_only_packed_runs_are_refused(setting: str, value: Any, flag: str) 
 @pytest.mark.parametrize(("setting", "value", "flag"), OUR_ATTENTION)
 def test_what_only_our_attention_cannot_do(setting: str, value: Any, flag: str) -> None:
     assert refused(setting, value, attention="te") is None, flag
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "flag"),
+    [
+        ("apply_rope_fusion", True, "RoPE fusion"),
+        ("fp8", "hybrid", "--fp8-format hybrid"),
+        ("softmax_type", "learnable", "--softmax-type learnable"),
+        ("log_max_attention_logit", True, "--log-max-attention-logit"),
+    ],
+)
+def test_what_groups_that_change_are_refused(setting: str, value: Any, flag: str) -> None:
+    assert refused(setting, value, attention="te") is None
+    with pytest.raises(ConfigError, match=f"{flag}: not proven with dynamic context parallelism"):
+        check_megatron_flags({**ORDINARY, setting: value}, packed=True, attention="te", groups_change=True)
+    check_megatron_flags(ORDINARY, packed=True, attention="te", groups_change=True)
 
 
 def test_fp8_asks_for_transformer_engines_own_layers() -> None:

@@ -16,6 +16,10 @@ def shared(*kinds: str, cp: int = 2, **settings: object) -> Asked:
     return Asked(cp=cp, cp_comm_types=kinds, heads=4, groups=4, **settings)  # type: ignore[arg-type]
 
 
+def changing(*kinds: str, sizes: tuple[int, ...] = (1, 2, 4), **settings: object) -> Asked:
+    return shared(*kinds, cp=max(sizes), group_sizes=sizes, **settings)
+
+
 @pytest.mark.parametrize("version", te_versions.TESTED)
 def test_the_tested_versions_do_what_one_rank_asks(version: str) -> None:
     check(version, Asked(window=True, sinks=True, largest_logit=True, half_precision=False))
@@ -39,6 +43,11 @@ def test_the_tested_versions_do_what_one_rank_asks(version: str) -> None:
         ("2.20.2", shared("p2p", half_precision=False), "--context-parallel-size 2 in fp32: .* Add --bf16"),
         ("2.20.2", shared("a2a", cp=8), "4 query and 4 key heads of a tensor-parallel rank .* over 8 context-parallel"),
         ("2.20.2", shared("a2a+p2p", cp=16, hierarchy=(8, 2)), "over 8 context-parallel ranks"),
+        ("2.20.2", changing("a2a", sizes=(1, 2, 3)), "4 query and 4 key heads .* over 3 context-parallel ranks"),
+        ("2.20.2", changing("a2a", sizes=(3, 4)), "over 3 context-parallel ranks"),
+        ("2.17.1", changing("all_gather"), "need 2.18 or newer for it"),
+        ("2.20.2", changing("p2p", "a2a+p2p"), "dynamic_cp with groups of up to 4 ranks and --cp-comm-type a2a.p2p: "),
+        ("2.20.2", changing("p2p", half_precision=False), "dynamic_cp with groups of up to 4 ranks in fp32: .* --bf16"),
     ],
 )
 def test_what_a_version_cannot_do_is_refused_by_name(version: str, asked: Asked, message: str) -> None:
@@ -55,6 +64,9 @@ def test_what_a_version_cannot_do_is_refused_by_name(version: str, asked: Asked,
         ("2.18.0", shared("all_gather", window=True)),
         ("2.19.0", shared("a2a+p2p", cp=8, hierarchy=(4, 2))),
         ("2.20.2+cu13", shared(*ALL_KINDS)),
+        ("2.20.2", changing("p2p", "a2a", "all_gather")),
+        ("2.20.2", changing("p2p", sizes=(3, 6))),
+        ("2.20.2", changing("a2a+p2p", sizes=(1,), half_precision=False)),  # of no use to a rank alone
         ("3.0.0", shared(*ALL_KINDS)),
         ("2.9.0", Asked(cp_comm_types=("all_gather", "ring"))),  # of no use to a rank alone
     ],

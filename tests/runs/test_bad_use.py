@@ -20,7 +20,7 @@ FLAGS = {
     ),
     "groups that change, with another attention": (
         f"{PACKED} --dynamic-context-parallel --spec tests.runs.specs honouring",
-        ["dynamic_cp with the attention 'spec': proven with ours only", "Use --transformer-impl local"],
+        ["dynamic_cp with the attention 'spec': proven with ours and with Transformer", "Drop --spec"],
     ),
     "capacity below seq-length": (
         "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 32",

@@ -115,6 +115,10 @@ def test_dynamic_cp_equals_unpacked_run(
         figures = f"{loss_difference(packed, reference):.1e}", f"{distance(packed, reference):.1e}"
         request.config.stash.setdefault(LAYOUT_ROWS, []).append((f"{name}, groups that change", case.ranks, *figures))
     assert_same_training(packed, reference, *((30, 0.7) if thorough else (STEPS, LEARNED)))
+    assert_same_validation(packed, reference)
+
+
+def assert_same_validation(packed: Run, reference: Run) -> None:
     mine, theirs = map(validation_losses, (packed, reference))
     assert len(mine) == len(theirs) >= 2
     assert mine == pytest.approx(theirs, abs=2 * tolerances.LOSS_PER_ITERATION * max(theirs))  # printed with 7 digits

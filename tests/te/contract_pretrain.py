@@ -39,7 +39,12 @@ def watch_attention() -> None:
 
 
 def look_at(attention: Any, given: dict[str, Any]) -> dict[str, Any]:
-    cp, tp = parallel_state.get_context_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size()
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    group = attention.cp_group
+    members = [torch.distributed.get_rank()] if group is None else torch.distributed.get_process_group_ranks(group)
+    if len(members) > 1:
+        assert attention.cp_global_ranks == members
+        assert isinstance(attention.cp_stream, torch.cuda.Stream)
     boundaries = given["cu_seqlens_q"]
     assert given["qkv_format"] == "thd"
     assert given["attn_mask_type"] == "padding_causal"
@@ -50,14 +55,15 @@ def look_at(attention: Any, given: dict[str, Any]) -> dict[str, Any]:
     assert boundaries.dtype == torch.int32
     assert boundaries.dim() == 1
     assert boundaries.is_contiguous()
-    rows = int(boundaries[-1]) // cp
+    rows = int(boundaries[-1]) // len(members)
     heads = {"query_layer": 4 // tp, "key_layer": 2 // tp, "value_layer": 2 // tp}  # keys are not repeated
     for name, count in heads.items():
         assert given[name].shape == (rows, count, 16), f"{name}: {given[name].shape}"
     for name in ("max_seqlen_q", "max_seqlen_kv"):
         assert type(given[name]) is int
         assert given[name] == int(boundaries.diff().max())
-    return {"layer": attention.layer_number, "lengths": boundaries.diff().tolist()}
+    how = {"group": members, "kind": attention.cp_comm_type}
+    return {"layer": attention.layer_number, "lengths": boundaries.diff().tolist(), **how}
 
 
 def watch_choice() -> None:
@@ -86,8 +92,12 @@ def noted(name: str, forward: Any) -> Any:
     return watched
 
 
-if __name__ == "__main__":
+def main() -> None:
     watch_attention()
     watch_choice()
     runpy.run_path(str(Path(sys.path[0]).parents[1] / "examples" / "pretrain_gpt.py"), run_name="__main__")
     print(CALLS + json.dumps({"calls": calls, "kernels": sorted(kernels)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

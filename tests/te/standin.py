@@ -178,12 +178,13 @@ class _Fp32IsHalf:
 
 @contextlib.contextmanager
 def fused_in_fp32() -> Iterator[None]:
-    """Transformer Engine takes its fused kernel in fp32, whose rounding hides nothing, as it does in 16 bits."""
+    """Under context parallelism it takes its fused kernel in fp32, whose rounding hides nothing, as it does in bf16."""
     from transformer_engine.pytorch.attention.dot_product_attention import backends, utils
 
-    choice = (False, None, True, FusedBackend.NVTE_F16_arbitrary_seqlen, False, [False, True, False])
+    fused = (False, None, True, FusedBackend.NVTE_F16_arbitrary_seqlen, False, [False, True, False])
+    choose = utils.get_attention_backend
     with (
-        mock.patch.object(utils, "get_attention_backend", return_value=choice),
+        mock.patch.object(utils, "get_attention_backend", lambda it: fused if it.context_parallel else choose(it)),
         mock.patch.object(backends, "torch", _Fp32IsHalf()),
     ):
         yield

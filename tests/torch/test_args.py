@@ -283,8 +283,8 @@ def test_a_rank_holds_as_many_tokens_as_every_size_of_group_can_fill_unless_told
         ("--min-dynamic-context-parallel-size 3", "is 3; it must divide the 4 DP x CP ranks"),
         ("--min-dynamic-context-parallel-size 0", "is 0; it counts ranks"),
         ("--context-parallel-size 2 --min-dynamic-context-parallel-size 3", "must divide the 4 DP x CP ranks"),
-        ("--transformer-impl transformer_engine", "attention 'te': proven with ours only"),
-        ("--spec a b", "attention 'spec': proven with ours only"),
+        ("--spec a b", "attention 'spec': proven with ours and with Transformer Engine's only"),
+        ("--transformer-impl transformer_engine --fp8-format hybrid", "--fp8-format hybrid: not proven with dynamic"),
         ("--packing-dataset preference", "--packing-dataset preference: 2 samples of a row"),
         ("--packing-eval-scheduler first_fit", "--packing-eval-scheduler first_fit with the training scheduler"),
         ("--max-seqlen-per-dp-cp-rank 3", "a multiple of the alignment 8"),
@@ -366,6 +366,38 @@ def test_what_the_installed_transformer_engine_cannot_do_is_refused_at_start_up(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         _te_check(parser, monkeypatch, f"{SHARED} {flags}", version)
+
+
+CHANGING = f"{SHARED} --no-rope-fusion --dynamic-context-parallel"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--cp-comm-type a2a", "8 query and 2 key heads .* over 4 context-parallel ranks"),
+        ("--cp-comm-type a2a+p2p", "dynamic_cp with groups of up to 4 ranks and --cp-comm-type a2a.p2p"),
+        ("--window-size 7,0", "--window-size with --cp-comm-type p2p"),
+        ("--cp-comm-type p2p p2p p2p --num-layers 2", "--cp-comm-type p2p p2p p2p: names 3 kinds for 2 layers"),
+        ("--rope-fusion", "RoPE fusion: not proven"),
+    ],
+)
+def test_what_it_cannot_do_with_groups_that_change_is_refused(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, flags: str, words: str
+) -> None:
+    changing = CHANGING.replace("--no-rope-fusion", "") if flags == "--rope-fusion" else f"{CHANGING} {flags}"
+    with pytest.raises(ConfigError, match=words):
+        _te_check(parser, monkeypatch, changing, "2.20.2")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--cp-comm-type p2p all_gather --num-layers 2", "--tensor-model-parallel-size 2 --sequence-parallel"],
+)
+def test_groups_that_change_pass_with_it(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    (said,) = _te_check(parser, monkeypatch, f"{CHANGING} {flags}", "2.20.2")
+    assert said.startswith("Transformer Engine 2.20.2")
 
 
 def test_fp32_has_no_context_parallelism_in_transformer_engine(
