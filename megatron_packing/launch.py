@@ -14,7 +14,6 @@ import argparse
 import os
 import runpy
 import shlex
-import socket
 import sys
 import traceback
 from collections.abc import Sequence
@@ -181,10 +180,8 @@ def _become_single_process_if_alone() -> None:
     """Without torchrun, be rank 0 of 1."""
     if "RANK" in os.environ:
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # Port 0: the store takes a free one itself, which no other process can take between a look and the use.
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ.update(alone)
 
 

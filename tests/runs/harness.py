@@ -1,9 +1,11 @@
 """Runs of the real Megatron loop for tests: forked from one process that has imported it, cached by their flags."""
 
+import contextlib
 import functools
 import json
 import os
 import pickle
+import random
 import socket
 import subprocess
 import sys
@@ -243,6 +245,9 @@ def _tails(run: Run) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that systems give to connections: gloo opens many, and one might take the port before rank 0 does."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("none of 100 ports is free")
