@@ -140,7 +140,7 @@ class PackingConfig:
     def _rows_multiple(self) -> int:
         if self.pad_alignment == "max":
             return self.capacity
-        return lcm(self.topology.pack_alignment, (self.pad_alignment or 1) * self.topology.cp)
+        return rows_multiple(self.topology, self.pad_alignment or 1)
 
     def __post_init__(self) -> None:
         _check_choice("--packing-overlong", self.overlong, OVERLONG_POLICIES)
@@ -326,6 +326,11 @@ class PackingConfig:
                 "--packing-attention stock: Megatron's local DotProductAttention has no notion of boundaries and would "
                 "let samples see each other. Use auto, sdpa or te."
             )
+
+
+def rows_multiple(topology: Topology, pad_alignment: int) -> int:
+    """Rows that a pack is filled up to a multiple of, where each rank's are to be one of `pad_alignment`."""
+    return lcm(topology.pack_alignment, pad_alignment * topology.cp)
 
 
 def samples_kept_together(dataset: str) -> int:

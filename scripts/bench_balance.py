@@ -21,6 +21,7 @@ Each takes some minutes; see --iters. Status 1 if balanced is not the fastest by
 """
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -35,18 +36,19 @@ from paired_runs import (
     Figures,
     Layout,
     Training,
-    by_iteration,
     cores,
     data_flags,
     launch_command,
     max_relative_difference,
+    median_ratio,
     share_of_waiting,
+    take_turns,
     thread_variables,
     write_samples,
 )
 from rich.console import Console
 from rich.table import Table
-from turns import Run, RunFailed, Turns, leave_on_signals
+from turns import Run, RunFailed, leave_on_signals
 from workloads import W1
 
 CAPACITY = 4096
@@ -108,13 +110,14 @@ def measure(cluster: Cluster, options: argparse.Namespace) -> dict[str, Figures]
         command = launch_command(training, layout, options.iters, options.nproc)
         log = options.out / f"balance-{options.nproc}-{name}.log"
         runs.append(Run(name=name, command=command, iterations=options.iters, log=log))
-    figures = {run.name: Figures() for run in runs}
-    with Turns(runs, thread_variables(threads=1)) as turns:
-        for iteration, rows in by_iteration(turns, runs):
-            for name, row in rows.items():
-                figures[name].turns.append({**row, **busiest(row)})
-            said = ", ".join(f"{name} {row['wall_s']:.2f}/{max(row['ranks_cpu_s']):.2f}" for name, row in rows.items())
-            print(f"iteration {iteration}/{options.iters}, wall/step s: {said}", file=sys.stderr, flush=True)
+
+    def tell(iteration: int, rows: Mapping[str, Mapping[str, Any]]) -> None:
+        said = ", ".join(f"{name} {row['wall_s']:.2f}/{max(row['ranks_cpu_s']):.2f}" for name, row in rows.items())
+        print(f"iteration {iteration}/{options.iters}, wall/step s: {said}", file=sys.stderr, flush=True)
+
+    figures = take_turns(runs, thread_variables(threads=1), tell)
+    for run in figures.values():
+        run.turns[:] = [{**row, **busiest(row)} for row in run.turns]
     return figures
 
 
@@ -136,11 +139,7 @@ def busiest(row: Mapping[str, Any]) -> dict[str, float]:
 def outcome(name: str, figures: Mapping[str, Figures], *, own_cores: bool) -> Outcome:
     """Put the run of one scheduler in relation to that of `balanced`."""
     run, balanced = figures[name], figures[BALANCED]
-
-    def ratio(figure: str) -> float:
-        pairs = zip(run.after_first(figure), balanced.after_first(figure), strict=True)
-        return statistics.median(a / b for a, b in pairs)
-
+    ratio = functools.partial(median_ratio, run, balanced)
     return Outcome(
         scheduler=name,
         microbatches=statistics.mean(run.after_first("microbatches")),

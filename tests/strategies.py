@@ -5,9 +5,11 @@ appear within a handful of samples, and a failing example stays readable.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 
+from megatron_packing.schedule import Plan, make_plan
 from megatron_packing.topology import Topology
 
 
@@ -41,6 +43,19 @@ class PlanningCase:
     @property
     def capacity(self) -> int:
         return self.max_tokens_per_rank * self.topology.cp
+
+
+def plan_case(case: PlanningCase, scheduler: str, **more: Any) -> Plan:
+    """The plan of a case; `more` goes to `make_plan`."""
+    return make_plan(
+        case.lengths,
+        scheduler,
+        case.topology,
+        case.max_tokens_per_rank,
+        max_seqs=case.max_seqs,
+        microbatch_multiple=case.microbatch_multiple,
+        **more,
+    )
 
 
 @st.composite

@@ -7,7 +7,6 @@ installed Megatron already defines a flag, ours steps aside.
 import argparse
 import os
 from collections.abc import Callable
-from math import lcm
 from typing import Any
 
 from megatron_packing.config import (
@@ -21,6 +20,7 @@ from megatron_packing.config import (
     PackingConfig,
     check_megatron_flags,
     check_packed_inputs,
+    rows_multiple,
     samples_kept_together,
 )
 from megatron_packing.errors import ConfigError, MissingDependency
@@ -281,7 +281,7 @@ def resolve(args: argparse.Namespace, world: int | None = None) -> PackingConfig
     if capacity is None:
         # Upstream's default, here in whole alignment units.
         rows = 1 if args.pad_packed_seq_alignment in (None, "max") else args.pad_packed_seq_alignment
-        unit = lcm(topology.pack_alignment, rows * topology.cp)
+        unit = rows_multiple(topology, rows)
         capacity = -(-samples_kept_together(dataset) * topology.pad(args.seq_length) // unit) * unit // topology.cp
         if groups_change:  # whatever the size of a group, its ranks' chunks are whole alignment units
             capacity += -capacity % (topology.widest.alignment // topology.widest.cp)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_packing.schedule import CostModel, make_plan
 from megatron_packing.schedule.bounds import lockstep_lower_bound, packs_lower_bound, step_lower_bound
 from megatron_packing.topology import Topology
-from tests.strategies import PlanningCase, planning_cases
+from tests.strategies import PlanningCase, plan_case, planning_cases
 
 type Partition = list[list[int]]
 
@@ -122,14 +122,7 @@ def test_step_bound_holds(lengths: list[int], alignment: int, cost: CostModel, d
 @settings(max_examples=40)
 @given(planning_cases(), st.sampled_from(["first_fit", "dp_balanced", "balanced"]))
 def test_no_plan_beats_the_bounds(case: PlanningCase, scheduler: str) -> None:
-    plan = make_plan(
-        case.lengths,
-        scheduler,
-        case.topology,
-        case.max_tokens_per_rank,
-        max_seqs=case.max_seqs,
-        microbatch_multiple=case.microbatch_multiple,
-    )
+    plan = plan_case(case, scheduler)
     metrics = plan.metrics(case.lengths)
     assert metrics.packs_lower_bound <= metrics.packs
     assert metrics.lockstep_lower_bound <= metrics.lockstep_imbalance + 1e-9

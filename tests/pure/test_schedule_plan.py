@@ -25,21 +25,10 @@ from megatron_packing.schedule import (
 )
 from megatron_packing.schedule.items import Units
 from megatron_packing.topology import Topology
-from tests.strategies import PlanningCase, planning_cases
+from tests.strategies import PlanningCase, plan_case, planning_cases
 
 # Planners that choose the ranks of each pack have their own tests, in test_schedule_dynamic_cp.py.
 every_scheduler = pytest.mark.parametrize("scheduler", sorted(SCHEDULERS.keys() - CHOOSES_GROUPS))
-
-
-def plan_case(case: PlanningCase, scheduler: str) -> Plan:
-    return make_plan(
-        case.lengths,
-        scheduler,
-        case.topology,
-        case.max_tokens_per_rank,
-        max_seqs=case.max_seqs,
-        microbatch_multiple=case.microbatch_multiple,
-    )
 
 
 def ids_of(plan: Plan) -> list[list[int]]:

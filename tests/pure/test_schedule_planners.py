@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_packing.schedule import make_plan
 from megatron_packing.topology import Topology
-from tests.strategies import PlanningCase, planning_cases
+from tests.strategies import PlanningCase, plan_case, planning_cases
 
 
 def groups(
@@ -23,14 +23,7 @@ def padded_of(case: PlanningCase) -> list[int]:
 
 
 def case_groups(case: PlanningCase, scheduler: str) -> list[list[int]]:
-    plan = make_plan(
-        case.lengths,
-        scheduler,
-        case.topology,
-        case.max_tokens_per_rank,
-        max_seqs=case.max_seqs,
-        microbatch_multiple=case.microbatch_multiple,
-    )
+    plan = plan_case(case, scheduler)
     return [list(pack.sample_ids) for pack in plan.packs]
 
 

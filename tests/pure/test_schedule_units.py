@@ -28,7 +28,7 @@ from megatron_packing.schedule.items import Items, Units
 from megatron_packing.topology import Topology
 from tests.pure.test_schedule_bounds import best_lockstep, best_step
 from tests.pure.test_schedule_dynamic_cp import Case, cases
-from tests.strategies import PlanningCase, planning_cases
+from tests.strategies import PlanningCase, plan_case, planning_cases
 
 ATTENTION = CostModel(linear=0, quadratic=1)
 MIXED = CostModel(linear=20, quadratic=1)
@@ -63,19 +63,6 @@ def cases_of_groups_and_units(draw: st.DrawFn) -> tuple[Case, list[int]]:
     alignment = case.topology.alignment_of(ranks)
     padded = [-(-length // alignment) * alignment for length in case.lengths]
     return case, draw_units(draw, padded, ranks * case.max_tokens_per_rank, case.max_seqs)
-
-
-def plan_case(case: PlanningCase, scheduler: str, units: list[int] | None, **more: object) -> Plan:
-    return make_plan(
-        case.lengths,
-        scheduler,
-        case.topology,
-        case.max_tokens_per_rank,
-        max_seqs=case.max_seqs,
-        microbatch_multiple=case.microbatch_multiple,
-        units=units,
-        **more,  # type: ignore[arg-type]
-    )
 
 
 def members(units: Sequence[int]) -> list[range]:
@@ -114,7 +101,7 @@ def test_units_stay_whole_and_plans_keep_every_rule(scheduler: str, drawn: tuple
     """`make_plan` checks the rules for samples. A unit's samples follow one another in the pack, in order."""
     case, units = drawn
     event(f"units: {max(units, default=0) > 1}")
-    plan = plan_case(case, scheduler, units)
+    plan = plan_case(case, scheduler, units=units)
     assert sorted(s for pack in plan.packs for s in pack.sample_ids) == list(range(len(case.lengths)))
     check_whole(plan, units)
     assert plan.max_seqs == case.max_seqs
@@ -139,9 +126,9 @@ def test_units_stay_whole_where_groups_change(drawn: tuple[Case, list[int]]) -> 
 @settings(max_examples=15)
 @given(planning_cases())
 def test_units_of_one_are_no_units(scheduler: str, case: PlanningCase) -> None:
-    alone = plan_case(case, scheduler, [1] * len(case.lengths))
+    alone = plan_case(case, scheduler, units=[1] * len(case.lengths))
     assert alone.units is None
-    assert alone == plan_case(case, scheduler, None)
+    assert alone == plan_case(case, scheduler)
 
 
 def test_each_sample_of_a_unit_is_padded_for_the_group_that_holds_it() -> None:
@@ -187,7 +174,7 @@ def test_metrics_count_every_sample_alone(
     drawn: tuple[PlanningCase, list[int]], scheduler: str, cost: CostModel
 ) -> None:
     case, units = drawn
-    plan = plan_case(case, scheduler, units, cost=cost)
+    plan = plan_case(case, scheduler, units=units, cost=cost)
     work = [
         [
             sum(20 * case.lengths[s] * (cost is MIXED) + case.lengths[s] ** 2 for s in pack.sample_ids)
@@ -332,8 +319,8 @@ def test_what_is_no_unit_is_refused() -> None:
 @given(cases_of_units())
 def test_a_plan_that_parts_a_unit_is_refused(drawn: tuple[PlanningCase, list[int]]) -> None:
     case, units = drawn
-    apart = plan_case(case, "first_fit", None)
-    whole = plan_case(case, "first_fit", units)
+    apart = plan_case(case, "first_fit")
+    whole = plan_case(case, "first_fit", units=units)
     pack_of = {s: number for number, pack in enumerate(apart.packs) for s in pack.sample_ids}
     parted = any(len({pack_of[s] for s in samples}) > 1 for samples in members(units))
     claimed = replace(apart, units=whole.units)

@@ -11,19 +11,13 @@ import torch.distributed as dist
 from megatron_packing.comm.failures import all_gather_rows
 from megatron_packing.mcore import feed
 from tests.runs.harness import Run, Runner
+from tests.runs.test_resume import FLAGS, LENGTHS, REPLAYING, SAVING
 
 pytestmark = pytest.mark.run
 
-LENGTHS = [5, 9, 3, 12, 7, 2, 11, 4, 6, 8, 10, 1] * 2
-FLAGS = (
-    "--packing-dataset tests.runs.datasets:GivenIds --max-seqlen-per-dp-cp-rank 16 --seq-length 16 "
-    "--max-position-embeddings 16 --global-batch-size 4 --train-iters 6 --lr-decay-iters 6 --use-distributed-optimizer"
-)
 AHEAD = "--packing-prefetch"
 EVALUATION = "--split 75,25,0 --eval-iters 1 --eval-interval 2"
 """Between steps 2 and 3, 4 and 5, while a step of training waits in the thread; 18 rows of training, 6 of it."""
-STOP = "--save-interval 3 --exit-interval 3 --ckpt-format torch_dist"
-REPLAYING = f"--own-script {Path(__file__).with_name('replaying_script.py')}"
 
 # name -> (flags, ranks)
 LAYOUTS = {
@@ -67,7 +61,7 @@ def test_a_run_that_plans_ahead_is_the_run_that_does_not(name: str, runner: Runn
 def test_a_run_that_stops_and_resumes_while_it_plans_ahead(runner: Runner, rows: Path, tmp_path: Path) -> None:
     """At the stop the fourth step is planned and exchanged; the checkpoint knows nothing of it."""
     whole = runner.train(FLAGS, data=rows, ranks=2)
-    first = runner.train(FLAGS, AHEAD, f"{STOP} --save {tmp_path}", data=rows, ranks=2)
+    first = runner.train(FLAGS, AHEAD, f"{SAVING} --save {tmp_path}", data=rows, ranks=2)
     second = runner.train(FLAGS, AHEAD, f"--load {tmp_path}", data=rows, ranks=2)
     assert first.iterations == whole.iterations[:3]
     assert second.iterations == whole.iterations[3:]
