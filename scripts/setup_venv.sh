@@ -9,6 +9,7 @@
 set -euo pipefail
 
 readonly NEEDED="3.12"
+readonly NEEDED_GB=9 # .venv itself 7, and wheels while they are unpacked
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
 stamp="$venv/installed-extras"
@@ -68,6 +69,11 @@ make_venv() {
     fi
 }
 
+# Whole gigabytes that are free where the folder $1 lies.
+free_gb() {
+    df -Pk "$1" | awk 'NR == 2 { print int($4 / 1000000) }'
+}
+
 # What an installation depends on. The install is editable, so the sources are not part of it.
 fingerprint() {
     "$venv/bin/python" - "$root/pyproject.toml" <<'PY'
@@ -92,7 +98,12 @@ main() {
     print="$(fingerprint)"
     if ! is_installed "$print" "$extras"; then
         say "setup_venv: installing megatron-packing[$extras] into .venv; the first time this takes some minutes"
-        "$venv/bin/python" -m pip install --disable-pip-version-check --quiet -e "$root[$extras]" >&2
+        "$venv/bin/python" -m pip install --disable-pip-version-check --quiet -e "$root[$extras]" >&2 || {
+            say "setup_venv: the installation failed (see above). With torch's CUDA build it takes $NEEDED_GB GB of disk;" \
+                "free: $(free_gb "$root") GB for .venv, $(free_gb "${TMPDIR:-/tmp}") GB for what pip unpacks" \
+                "(${TMPDIR:-/tmp}, or where TMPDIR says)."
+            exit 1
+        }
         printf '%s %s\n' "$print" "$extras" >>"$stamp"
     fi
     printf '%s\n' "$venv/bin/python"

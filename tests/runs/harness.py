@@ -9,6 +9,7 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +98,8 @@ class Runner:
         self._preload = preload
         self._count = 0
         self._zygote: subprocess.Popen[str] | None = None
+        self._scratch = tempfile.TemporaryDirectory(prefix="runs_")
+        """Temporary files of ranks and their workers: forked ranks leave them behind. Short, for sockets' sake."""
         self._cached = functools.cache(self._train)
 
     def train(self, *flags: str, data: Path | None, ranks: int = 1, hooks: bool = True) -> Run:
@@ -143,6 +146,7 @@ class Runner:
             self._zygote = subprocess.Popen(
                 [sys.executable, "-m", "tests.runs.zygote", self._preload],
                 cwd=ROOT,
+                env={**os.environ, "TMPDIR": self._scratch.name},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -159,6 +163,7 @@ class Runner:
         """End the process that forks."""
         if self._zygote is not None:
             self._zygote.communicate()
+        self._scratch.cleanup()
 
 
 def _launch(flags: list[str], hooks: bool) -> None:
