@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_packing.cli.plan_figures import Figures, figures
 from megatron_packing.cli.plan_report import PlanReport
-from megatron_packing.cli.plan_tables import ROWS, memory_in_words, without_packing
 from megatron_packing.cli.survey_tables import histogram
 from megatron_packing.cli.svg import Frame, box, line, picture, text, ticks, y_axis
 from megatron_packing.errors import ConfigError
@@ -41,8 +41,9 @@ def write_page(path: Path, report: PlanReport) -> None:
 def page(report: PlanReport) -> str:
     """The whole page, HTML."""
     kept_small = objective(report.setting.balance, report.setting.topology)
+    comparison, *further = figures(report)
     sections = [
-        _section("Figures, mean of a step", _figures_table(report), _advice(report)),
+        _section(comparison.title, _table(comparison), _advice(report)),
         _section(
             f"Lengths: {report.samples:,} samples, {report.account.real_tokens:,} tokens",
             lengths_picture(np.concatenate(report.steps)),
@@ -57,6 +58,7 @@ def page(report: PlanReport) -> str:
             f"Imbalance of each step ({kept_small}): what it takes over the mean rank's work",
             imbalance_picture(report, kept_small),
         ),
+        *(_section(one.title, _table(one)) for one in further),
     ]
     for name, planned in report.planned.items():
         shown, count = min(len(planned.first.packs), _MOST_PACKS), len(planned.first.packs)
@@ -79,11 +81,10 @@ def page(report: PlanReport) -> str:
 
 
 def _setting_in_words(report: PlanReport) -> str:
-    setting, topology = report.setting, report.setting.topology
+    topology = report.setting.topology
     return (
-        f"{len(report.steps):,} steps of {len(report.steps[0]):,} samples; DP {topology.dp}, CP {topology.cp}, TP "
-        f"{topology.tp}, PP {topology.pp}; a pack holds {setting.capacity_of}, alignment "
-        f"{topology.alignment}{memory_in_words(setting)}."
+        f"DP {topology.dp}, CP {topology.cp}, TP {topology.tp}, PP {topology.pp}; a pack holds "
+        f"{report.setting.capacity_of} tokens."
     )
 
 
@@ -91,17 +92,13 @@ def _section(title: str, *content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{''.join(content)}</section>"
 
 
-def _figures_table(report: PlanReport) -> str:
-    names = [*report.baselines, *report.planned]
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("", *names))
-    baselines = [without_packing(one) for one in report.baselines.values()]
+def _table(shown: Figures) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in shown.columns)
     rows = []
-    for label, write in ROWS:
-        cells = [column.get(label, "-") for column in baselines]
-        cells += [write(one.mean) for one in report.planned.values()]
+    for first, *cells in shown.rows:
+        part = ' class="part"' if first.startswith(" ") else ""  # of the row above
         row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        part = ' class="part"' if label.startswith(" ") else ""  # of the row above
-        rows.append(f"<tr><th{part}>{escape(label.strip())}</th>{row}</tr>")
+        rows.append(f"<tr><th{part}>{escape(first.strip())}</th>{row}</tr>")
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 
 

@@ -156,8 +156,8 @@ class Recommended:
         """A sentence with the flag and the figures."""
         return (
             f"Recommended: --sequence-packing-scheduler {self.scheduler}. A step takes {self.imbalance:.3f} times the "
-            f"mean rank's work; with {self.in_place_of} {self.its_imbalance:.3f} times ({self.balance} imbalance), so "
-            f"that {1 - self.imbalance / self.its_imbalance:.0%} of a step goes."
+            f"mean rank's work; with {self.in_place_of} {self.its_imbalance:.3f} times ({self.balance} imbalance): "
+            f"{self.its_imbalance / self.imbalance - 1:.0%} longer."
         )
 
 

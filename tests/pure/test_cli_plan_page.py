@@ -92,6 +92,12 @@ def test_it_shows_every_figure(written: tuple[str, dict]) -> None:
     for name, figures in report["baselines"].items():
         assert f"{figures['lockstep_imbalance']:.3f}" in words
         assert f"{name}, padding that runs: {1 - figures['fill']:.2%}" in words
+    for figure in ("slots", "padding_tokens", "bound_slots", "saved", "score_half_squares", "causal_pairs"):
+        assert f"{report['padded'][figure]:,}" in words, figure
+    assert report["advice"]["choices"]
+    for choice in report["advice"]["choices"]:
+        shown = f"{choice['imbalance']:.3f} in {choice['microbatches_per_rank']:,.1f} microbatches"
+        assert shown in words, shown
     assert "Advice (lockstep imbalance): --max-seqlen-per-dp-cp-rank" in words
 
 
