@@ -40,7 +40,7 @@ EVALUATED = "--eval-iters 1 --eval-interval 7 --split 80,20,0"
 STEPS, LEARNED = 12, 0.85
 # Without decay, so that few steps teach enough for a difference to be seen. With warm-up: Adam's first steps are the
 # signs of the gradients, and turn rounding into other weights.
-SHORT = f"{EVALUATED} --train-iters {STEPS} --lr-decay-iters {STEPS} --min-lr 1e-2"
+SHORT = f"{EVALUATED} --train-iters {STEPS} --lr-decay-iters {STEPS} --lr-decay-style constant"
 LEARNED_POSITIONS = "--position-embedding-type learned_absolute"
 CP2 = "--context-parallel-size 2"
 SHALLOW = "--num-layers 1"
