@@ -19,7 +19,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -158,10 +157,10 @@ class Ended:
 
 def run(flags: Sequence[str], folder: Path) -> Ended:
     """Train with forked ranks until all have ended; none outlives its time."""
+    from tests.runs.harness import free_port
+
     folder.mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     started = time.time()
     pids = [_fork_rank(flags, rank, port, folder) for rank in range(RANKS)]
     try:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,25 +18,12 @@ from megatron_packing.schedule.balanced import cheap_at_both_ends, objective
 from megatron_packing.schedule.bounds import step_lower_bound
 from megatron_packing.topology import Topology
 from tests.pure.test_schedule_bounds import best_lockstep, best_step, partitions
-from tests.strategies import PlanningCase, planning_cases
+from tests.strategies import PlanningCase, plan_case, planning_cases
 
 DENSE_7B = CostModel(linear=24576, quadratic=1)
 ATTENTION = CostModel(linear=0, quadratic=1)
 costs = st.sampled_from([ATTENTION, CostModel(linear=20, quadratic=1), CostModel(linear=0.1, quadratic=1e-9)])
 balances = st.sampled_from(["step", "lockstep"])
-
-
-def plan_case(case: PlanningCase, cost: CostModel, balance: str, lengths: list[int] | None = None) -> Plan:
-    return make_plan(
-        case.lengths if lengths is None else lengths,
-        "balanced",
-        case.topology,
-        case.max_tokens_per_rank,
-        max_seqs=case.max_seqs,
-        microbatch_multiple=case.microbatch_multiple,
-        cost=cost,
-        balance=balance,
-    )
 
 
 def long_tailed(seed: int, samples: int = 256, longest: int = 8192) -> np.ndarray:
@@ -48,7 +36,7 @@ def long_tailed(seed: int, samples: int = 256, longest: int = 8192) -> np.ndarra
 @settings(max_examples=150)
 @given(planning_cases(), costs, balances)
 def test_every_plan_is_one_that_all_ranks_may_run(case: PlanningCase, cost: CostModel, balance: str) -> None:
-    plan = plan_case(case, cost, balance)
+    plan = plan_case(case, "balanced", cost=cost, balance=balance)
     event(f"microbatches: {min(plan.num_microbatches, 3)}")
     assert Counter(s for pack in plan.packs for s in pack.sample_ids) == Counter(range(len(case.lengths)))
     for pack in plan.packs:
@@ -69,7 +57,7 @@ def test_renaming_the_samples_changes_nothing_but_names(
     random.shuffle(shuffled)  # type: ignore[attr-defined]
 
     def lengths_of_packs(lengths: list[int]) -> list[list[int]]:
-        plan = plan_case(case, cost, balance, lengths)
+        plan = plan_case(replace(case, lengths=lengths), "balanced", cost=cost, balance=balance)
         return [sorted(lengths[s] for s in pack.sample_ids) for pack in plan.packs]
 
     assert lengths_of_packs(case.lengths) == lengths_of_packs(shuffled)
@@ -87,7 +75,7 @@ def fewest_microbatches(case: PlanningCase) -> int:
 @given(planning_cases(), balances)
 def test_there_are_as_few_microbatches_as_can_be(case: PlanningCase, balance: str) -> None:
     assume(len(case.lengths) <= 8)
-    assert plan_case(case, ATTENTION, balance).num_microbatches == fewest_microbatches(case)
+    assert plan_case(case, "balanced", cost=ATTENTION, balance=balance).num_microbatches == fewest_microbatches(case)
 
 
 @pytest.mark.parametrize("balance", ["step", "lockstep"])

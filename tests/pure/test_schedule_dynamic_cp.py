@@ -31,20 +31,15 @@ from megatron_packing.schedule import (
 )
 from megatron_packing.schedule.bounds import grouped_lower_bound
 from megatron_packing.topology import Topology
-from tests import strategies  # noqa: F401  (its settings: no deadline)
+from tests.strategies import PlanningCase, plan_case
 
 SCHEDULER = "dynamic_cp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """Arguments of `make_plan` that it must accept."""
+class Case(PlanningCase):
+    """One whose samples may need several ranks, with what else forms groups."""
 
-    lengths: list[int]
-    topology: Topology
-    max_tokens_per_rank: int
-    max_seqs: int | None
-    microbatch_multiple: int
     cost: CostModel
     group_sizes: GroupSizes
 
@@ -53,17 +48,7 @@ class Case:
         return self.topology.dp * self.topology.cp
 
     def plan(self, units: list[int] | None = None) -> Plan:
-        return make_plan(
-            self.lengths,
-            SCHEDULER,
-            self.topology,
-            self.max_tokens_per_rank,
-            max_seqs=self.max_seqs,
-            microbatch_multiple=self.microbatch_multiple,
-            cost=self.cost,
-            group_sizes=self.group_sizes,
-            units=units,
-        )
+        return plan_case(self, SCHEDULER, cost=self.cost, group_sizes=self.group_sizes, units=units)
 
 
 @st.composite

@@ -135,7 +135,7 @@ class Runner:
         folder = self._folder / f"run{self._count}"
         folder.mkdir()
         request = Request(
-            function=function, arguments=arguments, ranks=ranks, port=_free_port(), folder=folder, seconds=RUN_SECONDS
+            function=function, arguments=arguments, ranks=ranks, port=free_port(), folder=folder, seconds=RUN_SECONDS
         )
         codes = self._ask(request)
         logs = tuple((folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks))
@@ -249,7 +249,7 @@ def _tails(run: Run) -> str:
     return "\n".join(f"--- rank {rank}\n{log[-4000:]}" for rank, log in enumerate(run.logs))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Below those that systems give to connections: gloo opens many, and one might take the port before rank 0 does."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
